@@ -71,6 +71,8 @@ $(VENV)/.dependencies: $(VENV)/.tools pyproject.toml constraints.txt
 FOLDERS := $(shell find deepytorch deepytorch_core integrations recipes -type d -not -name __pycache__ 2>/dev/null)
 $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@echo "Building the native core ..."
+	@# Another package, or an environment's older one, would own the same files.
+	@$(BIN)/pip uninstall -q -y deepytorch 2> /dev/null || true
 	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
 	@$(PIP) --no-build-isolation --no-deps -e . $(addprefix --config-settings ,$(NATIVE_SETTINGS)) \
 	  --config-settings "build.targets=_core;dpt_nccl_tuner"
@@ -180,11 +182,20 @@ $(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
 	@$(PIP) -r $(VENV)/$*.txt
 	@touch $@
 
-docs: $(VENV)/.group-docs ## the documentation's site, in build/site; fails on a broken link
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "build/site/index.html; with search: $(BIN)/python -m http.server -b 127.0.0.1 -d build/site"
+# Of an environment of its own: the site needs neither torch nor the native core.
+DOCS := build/docs-tools
+$(DOCS)/.group-docs: pyproject.toml constraints.txt
+	@.ci/system python
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/pip --disable-pip-version-check install -q -c constraints.txt $$($(PYTHON) -c \
+	  "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['docs'])")
+	@touch $@
 
-test-pictures: docs ## the report's page, a machine's picture and a docs page look as expected (a minute)
+docs: $(DOCS)/.group-docs ## the documentation's site, in build/site; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "build/site/index.html; with search: $(DOCS)/bin/python -m http.server -b 127.0.0.1 -d build/site"
+
+test-pictures: venv docs ## report, README's chart, home page, results and others look as expected (a minute)
 	@.ci/system chromium
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
@@ -200,7 +211,7 @@ test-matrix: ## these wheels in fresh environments, TORCHES x PYTHONS; downloads
 	@PYTHONS="$(PYTHONS)" PAGE="$(MATRIX_PAGE)" .ci/matrix $(TORCHES)
 
 test-sdist: ## the sdist in dist/, installed in a fresh environment and tried, without GPU kernels
-	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch-$(VERSION).tar.gz \
+	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch_train-$(VERSION).tar.gz \
 	  python $(CURDIR)/tests/matrix/whole.py compiled
 
 # To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md

@@ -72,7 +72,7 @@ class Sources:
                 return cls(root)
         raise AdapterError(
             f"the c10d adapter's sources are missing (looked into {_HERE / 'csrc'} and "
-            f"{_HERE.parent / 'csrc'}): reinstall deepytorch, or {OFF_SWITCH}"
+            f"{_HERE.parent / 'csrc'}): reinstall deepytorch-train, or {OFF_SWITCH}"
         )
 
     def units(self) -> list[Path]:
@@ -452,7 +452,8 @@ def _command(sources: Sources, torch: TorchBuild) -> list[str]:
             "to train without deepytorch"
         )
     if not sources.units():
-        raise AdapterError(f"no adapter sources in {sources.root / 'c10d'}: reinstall deepytorch")
+        folder = sources.root / "c10d"
+        raise AdapterError(f"no adapter sources in {folder}: reinstall deepytorch-train")
     return [
         *compiler,
         "-shared",

@@ -214,5 +214,5 @@ def _adapter() -> Callable[..., Any]:
         return found
     raise RuntimeError(
         f"DeepSpeed's configuration has a section {SECTION!r}, but no adapter for it is "
-        "installed: pip install deepytorch again, or remove the section"
+        "installed: pip install deepytorch-train again, or remove the section"
     )

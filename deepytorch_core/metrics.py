@@ -19,11 +19,10 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
-from importlib import metadata
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepytorch_core import config, counts, course, decisions, memory
+from deepytorch_core import config, counts, course, decisions, distribution, memory
 from deepytorch_core.console import global_rank, has_joined, say, when_joined
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ MOST_CONNECTIONS = 16
 """At a time, each with a thread; further ones are closed at once."""
 REQUEST_S = 5.0
 """Seconds from a connection to the end of its answer; it is closed then."""
-INSTALL = "pip install 'deepytorch[metrics]'"
+INSTALL = "pip install 'deepytorch-train[metrics]'"
 
 
 class Described(NamedTuple):
@@ -121,7 +120,7 @@ def samples() -> Iterator[Sample]:
         yield "deepytorch_peak_memory_bytes", (gpu["device"],), gpu["peak_bytes"]
     if now.course["losses"]:
         yield "deepytorch_loss", (), now.course["losses"][-1][1]
-    yield "deepytorch_info", (metadata.version("deepytorch"), now.host), 1
+    yield "deepytorch_info", (distribution.version(), now.host), 1
 
 
 class _Collector:

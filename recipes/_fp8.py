@@ -32,7 +32,9 @@ def convert(model: nn.Module, options: RunOptions, process: Process) -> None:
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise RecipeError("precision=fp8 needs torchao: pip install 'deepytorch[fp8]'") from error
+        raise RecipeError(
+            "precision=fp8 needs torchao: pip install 'deepytorch-train[fp8]'"
+        ) from error
     device = process.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise RecipeError(

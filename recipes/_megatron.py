@@ -46,7 +46,7 @@ class MegatronEngine:
             from megatron.core import distributed, optimizer
         except ImportError:
             raise RecipeError(
-                "engine=megatron needs Megatron-core: pip install 'deepytorch[megatron]'"
+                "engine=megatron needs Megatron-core: pip install 'deepytorch-train[megatron]'"
             ) from None
         from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -12,10 +12,12 @@ import typer
 def _show(wanted: bool) -> None:
     if not wanted:
         return
+    from deepytorch_core import distribution
+
     named = []
-    for name in ("deepytorch", "torch"):
+    for name, package in (("deepytorch", distribution.NAME), ("torch", "torch")):
         try:
-            named.append(f"{name} {version(name)}")
+            named.append(f"{name} {version(package)}")
         except PackageNotFoundError:  # from a source tree that is not installed
             named.append(f"{name} not installed")
     typer.echo(", ".join([*named, f"Python {platform.python_version()}"]))

@@ -124,6 +124,7 @@ def load(framework: str) -> Workload:
         module: Workload = importlib.import_module(f"{__name__}.{WORKLOADS[framework]}")
     except ModuleNotFoundError as error:
         raise BenchError(
-            f"{framework} needs {error.name}: pip install 'deepytorch[all]', or another --framework"
+            f"{framework} needs {error.name}: pip install 'deepytorch-train[all]', or another "
+            "--framework"
         ) from None
     return module

@@ -33,7 +33,7 @@ def plot(records: Sequence[Record], path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        hint = "--plot needs matplotlib: pip install 'deepytorch[recipes]'"
+        hint = "--plot needs matplotlib: pip install 'deepytorch-train[recipes]'"
         raise ModuleNotFoundError(hint, name=error.name) from error
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

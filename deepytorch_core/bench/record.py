@@ -1,5 +1,6 @@
 """Records of measurements: JSON lines that name the machine, the versions and the commit."""
 
+import contextlib
 import functools
 import json
 import platform
@@ -12,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import _core, config
+from deepytorch_core import config, distribution
 
 Record = dict[str, Any]
 
@@ -237,8 +238,9 @@ WORKLOAD_FIELDS = (
     "commit",
 )
 """The fields that `bench train --workload` writes. `arms` has each arm's times, speed, memory and
-losses; `tuned` is the fastest arm of the documentation's; a speed-up is [all steps' time over
-ours', lower and upper quartile of the steps], None where an arm was left out; `claim` is the
+losses; `tuned` is the fastest arm of the documentation's; a speed-up is [median, lower
+and upper quartile] of the ratios of steps, see `pairs.py`, None where an arm was left out; in older
+records the first was all steps' time over ours'. `claim` is the
 modelled product's. Losses are compared over the first steps, relative, between all arms. From
 `engine` to `ours_peak_gib` it is plain and ours alone, named as in other records: units per second,
 GiB, None where the arm was left out; older records don't have them. `together` is there, and true,
@@ -397,7 +399,11 @@ def command() -> str:
 
 def provenance() -> Record:
     """The fields `machine`, `versions` and `commit` of every record."""
-    return {"machine": machine_info(), "versions": versions(), "commit": commit()}
+    return {
+        "machine": machine_info(),
+        "versions": {**versions(), **libraries()},
+        "commit": commit(),
+    }
 
 
 @functools.cache
@@ -408,6 +414,9 @@ def machine_info() -> Record:
     also says where peer access is switched off, or links are masked, to emulate GPUs without; then
     cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
     """
+    # Not above: tables and charts are made of records where no native core is.
+    from deepytorch_core import _core
+
     cpu = _cpu_model(_read("/proc/cpuinfo"))
     cores = _core.usable_cores()
     gpus = _gpu_names()
@@ -434,13 +443,29 @@ def machine_name(cpu: str, cores: int, gpus: list[str]) -> str:
     return ", ".join(parts)
 
 
+_LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "diffusers",
+    "lightning",
+    "peft",
+    "timm",
+    "torchvision",
+    "transformers",
+    "triton",
+    "trl",
+    "x-transformers",
+)
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of deepytorch, torch, python and, where torch has it, NCCL."""
     import torch
 
     found = {
-        "deepytorch": package_version(),
+        "deepytorch": distribution.version(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
@@ -451,12 +476,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def package_version() -> str:
-    """deepytorch's version, or "source" when it runs from a tree that is not installed."""
-    try:
-        return metadata.version("deepytorch")
-    except metadata.PackageNotFoundError:
-        return "source"
+@functools.cache
+def libraries() -> dict[str, str]:
+    """Versions of what workloads and scripts are built on, of those that are installed."""
+    found = {}
+    for name in _LIBRARIES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 @functools.cache
@@ -466,11 +493,11 @@ def commit() -> str:
         top = _git("rev-parse", "--show-toplevel")
         # Installed inside another project's repository, that one's commit would be a lie.
         if Path(top).resolve() != _SOURCE:
-            return f"v{package_version()}"
+            return f"v{distribution.version()}"
         dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
         return _git("rev-parse", "--short=9", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.SubprocessError):
-        return f"v{package_version()}"
+        return f"v{distribution.version()}"
 
 
 def _git(*arguments: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from deepytorch_core.bench.record import Record, provenance
@@ -20,10 +19,6 @@ ARMS: Mapping[str, str] = {"stock": STOCK, "ours": FIRST, "second": SECOND}
 """Fields of an arm begin with its key here."""
 MOST_LOSSES = 40
 """A record keeps losses of so many steps, evenly spaced."""
-LIBRARIES = (
-    *("transformers", "accelerate", "trl", "diffusers", "timm", "datasets", "peft", "triton"),
-    *("torchvision", "lightning", "x-transformers"),
-)
 _DIGITS = 4
 
 
@@ -66,19 +61,8 @@ def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] 
         **_switched_on(runs),
         "baseline": STOCK,
         "remarks": list(remarks),
-        **with_libraries(provenance()),
+        **provenance(),
     }
-
-
-def with_libraries(origin: Record) -> Record:
-    """Add the versions of the libraries that scripts are built on, where installed."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {**origin, "versions": {**origin["versions"], **found}}
 
 
 def _speedup(prefix: str, stock_s: Sequence[float], our_s: Sequence[float]) -> Record:

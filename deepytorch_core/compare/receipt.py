@@ -42,7 +42,9 @@ def _figure(samples: Sequence[Sample]) -> str:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        return "<p>No plot: matplotlib is not installed (pip install 'deepytorch[recipes]').</p>"
+        return (
+            "<p>No plot: matplotlib is not installed (pip install 'deepytorch-train[recipes]').</p>"
+        )
     arms = list(dict.fromkeys(sample.arm for sample in samples))
     colors = {arm: "0.6" if arm == STOCK else f"C{index}" for index, arm in enumerate(arms)}
     figure = Figure(figsize=(11, 4.2), layout="constrained")

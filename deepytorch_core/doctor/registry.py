@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepytorch_core import distribution
 from deepytorch_core.doctor.checks import (
     adapter,
     cache,
@@ -28,6 +29,7 @@ from deepytorch_core.doctor.checks import (
     numa,
     nvlink,
     p2p,
+    package,
     pcie,
     ranks,
     shm,
@@ -66,6 +68,7 @@ CHECKS: tuple[Check, ...] = (
     _check(torch, asks_torch=True),
     _check(driver, asks_torch=True),
     _check(nccl, asks_torch=True),
+    _check(package),
     _check(core),
     _check(kernels, asks_torch=True),
     _check(adapter, asks_torch=True),
@@ -115,7 +118,7 @@ def _findings(machine: Machine, check: Check) -> list[Finding]:
         return check.judge(check.gather(machine))
     except ImportError as error:
         text = f"not checked: {error}"
-        return [fail(text, "pip install --force-reinstall --no-deps deepytorch")]
+        return [fail(text, distribution.REINSTALL)]
     except Exception as error:
         # A machine may be odd in a way nobody foresaw; the other checks are still worth having.
         text = f"not checked: {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core import config, distribution
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.network import addresses, path_mtu, prepare
@@ -223,7 +223,7 @@ def _here(machine: Machine) -> dict[str, Any]:
 
 
 def _versions(installed: Mapping[str, str]) -> dict[str, str]:
-    names = ("deepytorch", "torch", "deepspeed", "accelerate", "transformers", "megatron-core")
+    names = (distribution.NAME, "torch", "deepspeed", "accelerate", "transformers", "megatron-core")
     found = {name: installed[name] for name in names if name in installed}
     found |= {name: installed[name] for name in installed if name.startswith("nvidia-nccl-")}
     return {"python": platform.python_version(), **found}

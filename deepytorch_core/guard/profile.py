@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import config
+from deepytorch_core import config, distribution
 from deepytorch_core.console import say_once
 from deepytorch_core.trust import UntrustedError, opened_data
 
@@ -40,7 +40,7 @@ def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, An
         "what": what,
         "machine": record.machine_info()["name"],
         "world_size": world_size,
-        "deepytorch": record.package_version(),
+        "deepytorch": distribution.version(),
         "torch": str(torch.__version__),
         **facts,
     }

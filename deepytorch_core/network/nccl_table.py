@@ -90,7 +90,7 @@ def plugin() -> Path:
 
     path = Path(_core.__file__).with_name("libnccl-tuner-deepytorch.so")
     if not path.exists():
-        raise RuntimeError(f"{path} is missing: reinstall deepytorch")
+        raise RuntimeError(f"{path} is missing: reinstall deepytorch-train")
     return path
 
 

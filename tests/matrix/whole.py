@@ -48,10 +48,10 @@ def doctor(adapter: str) -> None:
 
 def uninstall() -> list[str]:
     """Names of what stays in the cache on purpose; fails when a file of the package stays."""
-    distribution = importlib.metadata.distribution("deepytorch")
+    distribution = importlib.metadata.distribution("deepytorch-train")
     installed = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     assert len(installed) > 100
-    run(sys.executable, "-m", "pip", "uninstall", "-y", "deepytorch")
+    run(sys.executable, "-m", "pip", "uninstall", "-y", "deepytorch-train")
     packages = Path(sysconfig.get_paths()["purelib"])
     left = [str(path) for path in installed if path.exists()]
     left += [str(path) for path in packages.glob("deepytorch*")]

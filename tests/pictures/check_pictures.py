@@ -1,4 +1,4 @@
-"""What people see still looks as it did: the report's page, a machine's picture, a docs page.
+"""What people see still looks as it did: the report, a machine, the README's chart, docs pages.
 
 `make test-pictures` runs it. Pictures of what is seen now are written to build/pictures; if a
 change is meant, look at them and copy them to tests/pictures/expected.
@@ -81,6 +81,27 @@ def test_a_page_of_the_documentation() -> None:
     # So narrow that the list of all pages, which grows, is folded away.
     look.shoot(page, SEEN / "docs.png", width=1180, height=1100)
     compare("docs")
+
+
+WIDE, NARROW = 1180, 500
+
+
+@pytest.mark.parametrize("width", [760, 380])
+def test_the_chart_of_the_readme(width: int) -> None:
+    name = f"readme-chart-{width}"
+    drawing = ROOT / "docs/assets/training.svg"
+    look.shoot(drawing, SEEN / f"{name}.png", width=width, height=width // 2, dark=width == 380)
+    compare(name)
+
+
+@pytest.mark.parametrize(("page", "height"), [("index", 1500), ("results", 1300)])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_the_pages_that_people_see_first(page: str, height: int, width: int) -> None:
+    """On the narrow one, which is dark, no table and no chart is cut."""
+    name, height = f"{page}-{width}", height if width == WIDE else 2 * height
+    site = ROOT / f"build/site/{page}.html"
+    look.shoot(site, SEEN / f"{name}.png", width=width, height=height, dark=width == NARROW)
+    compare(name)
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_the_output_layer_and_odd_sizes_stay(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RecipeError, match="no linear layer with both sides a multiple of 16"):
         _fp8.convert(nn.Linear(3, 5), options("precision=fp8"), CPU)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(RecipeError, match=r"pip install 'deepytorch\[fp8\]'"):
+    with pytest.raises(RecipeError, match=r"pip install 'deepytorch-train\[fp8\]'"):
         _fp8.convert(nn.Linear(16, 16), options("precision=fp8"), CPU)
 
 

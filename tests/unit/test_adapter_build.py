@@ -403,5 +403,5 @@ def test_missing_sources_are_an_adapter_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "_HERE", tmp_path / "package")
-    with pytest.raises(AdapterError, match="reinstall deepytorch"):
+    with pytest.raises(AdapterError, match="reinstall deepytorch-train"):
         adapter.build()

@@ -24,9 +24,11 @@ deepytorch = deepytorch_core.autoload:register
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A folder that makes deepytorch look installed: its metadata, and nothing more."""
-    metadata = tmp_path / "deepytorch-0.0.0.dist-info"
+    metadata = tmp_path / "deepytorch_train-0.0.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepytorch\nVersion: 0.0.0\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deepytorch-train\nVersion: 0.0.0\n"
+    )
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     return tmp_path
 

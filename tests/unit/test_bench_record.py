@@ -1,15 +1,25 @@
 """Records: JSON lines there and back, and what they say of the machine."""
 
+import importlib.util
 import json
 import math
 import shutil
 import subprocess
 import sys
 import types
+from importlib import metadata
 
 import pytest
 
+from deepytorch_core import distribution
 from deepytorch_core.bench import record
+
+
+def test_versions_name_what_workloads_are_built_on():
+    found = record.provenance()["versions"]
+    for name in ("transformers", "accelerate", "deepspeed", "diffusers"):
+        assert found[name] == metadata.version(name)
+    assert ("triton" in found) == (importlib.util.find_spec("triton") is not None)
 
 
 def test_records_read_back_in_order(tmp_path):
@@ -142,13 +152,13 @@ def test_commit_inside_another_project_is_the_version(repository, monkeypatch):
     inner = repository / "venv"
     inner.mkdir()
     monkeypatch.setattr(record, "_SOURCE", inner.resolve())
-    assert record.commit() == f"v{record.package_version()}"
+    assert record.commit() == f"v{distribution.version()}"
 
 
 def test_commit_outside_any_repository_is_the_version(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "_SOURCE", tmp_path)
     record.commit.cache_clear()
-    assert record.commit() == f"v{record.package_version()}"
+    assert record.commit() == f"v{distribution.version()}"
     record.commit.cache_clear()
 
 

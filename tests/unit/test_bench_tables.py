@@ -1,6 +1,7 @@
 """The results tables in the README and the gate that finds them stale."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,51 @@ def test_a_section_shows_what_it_names_with_links_from_where_it_stands(project):
     assert run("--check", page, results) == 0
 
 
+def test_files_share_a_table_that_tells_their_rows_apart(project):
+    readme, results = project
+    other = {"machine": {"name": "8-core Xeon"}, "commit": "def456abc", "speedup": 2.05}
+    write_record(results / "other.jsonl", row(1024, **{**other, "speedup_spread": [2.0, 2.1]}))
+    readme.write_text(f"<!-- results:begin collectives in other cpu -->\n{tables.END}\n")
+    assert run("--write", readme, results) == 0
+    text = readme.read_text()
+    assert text.count("| operation |") == 1
+    assert "| **2.0** (2.0-2.1) |  | 8-core Xeon | def456abc |" in text
+    assert "| **12** (11-13) | **3.1** (2.9-3.3) | 2-core AMD EPYC | abc123def |" in text
+    assert run("--check", readme, results) == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [("cpu gone", "no gone.jsonl"), ("cpu", "cpu.jsonl has no results of gpu")],
+)
+def test_a_section_of_absent_records_is_an_error(project, capsys, names, message):
+    readme, results = project
+    readme.write_text(f"<!-- results:begin gpu in {names} -->\n{tables.END}\n")
+    assert run("--write", readme, results) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_every_record_has_its_one_place_among_the_results():
+    """A record that no table shows would look like a result that was left out."""
+    page = (Path(__file__).parents[2] / "docs/results.md").read_text()
+    files = tables.load(Path(__file__).parents[2] / "docs/results")
+    shown = [
+        (kind, name)
+        for kinds, names in tables.sections(page, files)
+        for kind in kinds
+        for name in names
+    ]
+    there = {(tables.kind_of(record), name) for name, own in files.items() for record in own}
+    there.remove(("forecast", "network-cpu-2-cores.jsonl"))  # docs/network.md has it
+    assert sorted(shown) == sorted(there)
+
+
+def test_the_results_begin_with_their_contents():
+    page = (Path(__file__).parents[2] / "docs/results.md").read_text()
+    contents, _, _ = page.partition("\n## ")
+    assert re.findall(r"^\* \[(.*)\]\(#", contents, re.M) == re.findall(r"^## (.*)$", page, re.M)
+
+
 def test_a_section_of_something_else_is_an_error(project, capsys):
     readme, results = project
     readme.write_text(f"<!-- results:begin collective -->\n{tables.END}\n")
@@ -355,7 +401,7 @@ def test_gpus_have_a_table_of_every_size_with_both_times():
     eager = "all_reduce (registered) | bfloat16 | 4 | nccl | eager |  | "
     assert f"{eager}{cell}<br>CPU 12.3 : 23.4<br>low_latency |" in text
     assert "against | nccl" not in text
-    assert "times faster than nccl / torch-symm" in text
+    assert "Times faster than nccl / torch-symm" in text
 
 
 def test_gpus_and_emulated_nodes_have_tables_of_their_own():
@@ -416,5 +462,5 @@ def test_public_scripts_have_a_table():
     assert f"{name} | **1.50** (1.40-1.60) | 1.75x (1.70-1.80) | 50%: 98% | 42 s: ? | 3 |" in text
     assert "other | 10.0 ms | 10.0 ms | not claimed | not claimed |" in text
     assert "9.0" not in text
-    assert "times faster than stock" in text
+    assert "Times faster than stock" in text
     assert "1 runs with differing losses" in text

@@ -163,7 +163,7 @@ def test_every_workload_has_a_module_and_a_version(framework):
 
 def test_a_missing_framework_is_named(monkeypatch):
     monkeypatch.setitem(workloads.WORKLOADS, "ddp", "no_such_module")
-    with pytest.raises(BenchError, match="pip install 'deepytorch"):
+    with pytest.raises(BenchError, match="pip install 'deepytorch-train"):
         workloads.load("ddp")
 
 

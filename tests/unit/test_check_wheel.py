@@ -27,7 +27,7 @@ check = load()
 
 
 def wheel(folder: Path, core: bytes, adapter: bytes = CLEAN) -> Path:
-    path = folder / "deepytorch-1-cp311-cp311-manylinux_2_28_x86_64.whl"
+    path = folder / "deepytorch_train-1-cp311-cp311-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("deepytorch_core/_core.so", core)
         name = "deepytorch_core/_prebuilt/torch2.13.0-abcd-glibc2.34-digest/deepytorch_c10d.so"
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_named(
 def test_a_wheel_for_this_machine_alone_is_refused(tmp_path: Path) -> None:
     path = wheel(tmp_path, CLEAN)
     with pytest.raises(SystemExit, match="names no C library"):
-        check.main(path.rename(tmp_path / "deepytorch-1-cp311-cp311-linux_x86_64.whl"), [])
+        check.main(path.rename(tmp_path / "deepytorch_train-1-cp311-cp311-linux_x86_64.whl"), [])
 
 
 def test_the_core_names_no_folder_of_its_sources() -> None:

@@ -30,9 +30,11 @@ ENTRY_POINTS = "[deepytorch.integrations]\ndeepspeed = stand_in_adapter:take_ove
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A folder with stand-ins for deepspeed and an installed adapter."""
-    metadata = tmp_path / "deepytorch-0.0.0.dist-info"
+    metadata = tmp_path / "deepytorch_train-0.0.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepytorch\nVersion: 0.0.0\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deepytorch-train\nVersion: 0.0.0\n"
+    )
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     (tmp_path / "deepspeed.py").write_text(STAND_IN.format(early=""))
     (tmp_path / "stand_in_adapter.py").write_text(ADAPTER)
@@ -132,7 +134,7 @@ def test_an_error_of_the_call_is_deepspeeds_own(installed: Path) -> None:
 
 
 def test_without_an_adapter_the_error_says_so(installed: Path) -> None:
-    (installed / "deepytorch-0.0.0.dist-info" / "entry_points.txt").write_text("")
+    (installed / "deepytorch_train-0.0.0.dist-info" / "entry_points.txt").write_text("")
     program = (
         "from importlib import metadata; metadata.entry_points = lambda **_: ()\n"
         f"import deepspeed\ntry: deepspeed.initialize(config={FLAGGED})\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -105,6 +106,34 @@ def test_cards_lead_to_pages() -> None:
     assert len(targets) == len([path for path in PAGES if path.parent.name == "quickstart"]) - 1
     for target in targets:
         assert (DOCS / f"{target}.md").exists(), target
+
+
+def test_the_site_needs_neither_torch_nor_the_native_core() -> None:
+    """Its charts are drawn, and the packages laid out, where both can't be imported."""
+    program = (
+        "import sys; sys.modules |= {'torch': None, 'deepytorch_core._core': None}\n"
+        "sys.path.insert(0, 'docs/_site'); import hooks\n"
+        "home = open('docs/index.md', encoding='utf-8').read()\n"
+        "print(hooks.on_page_markdown(home).count('class=\"chart\"'), home.count('<!-- chart:'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    drawn, wanted = done.stdout.split()
+    assert drawn == wanted != "0"
+
+
+def test_the_readme_fits_and_keeps_its_order() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 180
+    assert re.findall(r"^## (.*)$", text, re.M) == [
+        *("Install", "60 seconds", "What switches on what", "Doors", "Fine-tune your own data"),
+        *("When it hangs", "Limits", "Results"),
+    ]
+    beginning, _, _ = text.partition("\n## ")
+    places = [beginning.index(one) for one in ("badge", "assets/stack.svg", "chart:begin")]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("assets/*.svg")), ids=lambda path: path.stem)

@@ -117,7 +117,7 @@ echo "cell: 3.11.9 | $2+cpu | $7 | ok: 22 calls"
         (folder / name).chmod(0o755)
     for name in ("matrix", "matrix_page.py"):
         shutil.copy(ROOT / ".ci" / name, folder / ".ci")
-    with zipfile.ZipFile(folder / f"dist/deepytorch-0-{tag}-{tag}-linux.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"dist/deepytorch_train-0-{tag}-{tag}-linux.whl", "w") as wheel:
         for torch in ("2.11.0", "2.12.1"):
             wheel.writestr(f"deepytorch_core/_prebuilt/torch{torch}-abcd/deepytorch_c10d.so", "")
     return folder

@@ -176,7 +176,7 @@ def test_without_the_library_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'deepytorch\[metrics\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install 'deepytorch-train\[metrics\]'"):
         metrics.serve("0")
 
 

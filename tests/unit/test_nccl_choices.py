@@ -105,8 +105,8 @@ def test_every_candidate_is_measured_and_the_best_ones_become_the_table(tmp_path
     assert nccl_table.read(tmp_path / "table.json") == table
     origin = {"machine": {"name": "m"}, "versions": {"torch": "2"}, "commit": "c"}
     shown = tables.render({"f.jsonl": [{**result, **origin}]}).splitlines()
-    assert shown[-6].startswith("| all_reduce | 4 | 64K | 655 us | ring ll 2.00x (2.00-2.00) | no")
-    assert shown[-5].endswith("| 10,486 us | tree simple 2.00x (2.00-2.00) | yes |")
+    assert shown[-8].startswith("| all_reduce | 4 | 64K | 655 us | ring ll 2.00x (2.00-2.00) | no")
+    assert shown[-7].endswith("| 10,486 us | tree simple 2.00x (2.00-2.00) | yes |")
     text = list(nccl_choices.lines(result))
     assert len(text) == len(cases)
     assert text[0].endswith(": NCCL chooses")

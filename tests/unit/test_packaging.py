@@ -16,6 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from deepytorch_core import distribution
+
 ROOT = Path(__file__).parents[2]
 EXTRAS = {
     "deepspeed",
@@ -28,6 +30,13 @@ EXTRAS = {
     "metrics",
     "dev",
     "all",
+}
+
+MAKES_WHEELS = (".ci/wheel", ".ci/matrix", "Makefile")
+SPEAK_OF_PIP = (".py", ".md", ".ipynb", ".yaml", ".yml", ".toml", "file")
+SAYS_WHAT_NOT_TO_DO = {
+    f"{page}: pip install deepytorch"
+    for page in ("README.md", "docs/doctor.md", "docs/installing.md")
 }
 
 
@@ -54,6 +63,32 @@ def test_one_version(project: dict[str, Any]) -> None:
     version = project["project"]["version"]
     assert _core.__version__ == version, "rebuild the native core: make venv"
     assert changelog_version((ROOT / "CHANGELOG.md").read_text()) == version
+
+
+def test_one_name_and_one_home(project: dict[str, Any]) -> None:
+    name, urls = project["project"]["name"], project["project"]["urls"]
+    assert name == distribution.NAME
+    assert yaml.safe_load((ROOT / ".ci/conda/recipe.yaml").read_text())["package"]["name"] == name
+    wheels = re.findall(r"\bdist/(\w+)-", "".join((ROOT / one).read_text() for one in MAKES_WHEELS))
+    assert set(wheels) == {name.replace("-", "_")}
+    (repository,) = re.findall(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert urls["Repository"] == repository
+    for page in ("README.md", "docs/installing.md", "docs/quickstart/index.md"):
+        assert f"git clone {repository}\n" in (ROOT / page).read_text(), page
+
+
+def test_nobody_is_sent_to_the_other_package() -> None:
+    """pip never gets `deepytorch`, with or without extras: that name is somebody else's."""
+    sent = re.compile(
+        r"""deepytorch\\?\[|pip install [^`\n&;]*?(?<![\w/.-])deepytorch(?![\w/.-])"""
+    )
+    found = {
+        f"{path}: {match[0]}"
+        for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+        if path.endswith(SPEAK_OF_PIP) and not path.startswith("tests/")
+        for match in sent.finditer((ROOT / path).read_text())
+    }
+    assert found == SAYS_WHAT_NOT_TO_DO
 
 
 def test_the_conda_recipe_asks_for_the_same(project: dict[str, Any]) -> None:
@@ -85,7 +120,7 @@ def test_changelog_versions_are_read() -> None:
 def test_entry_points_lead_to_callables() -> None:
     found = {
         (point.group, point.name): point
-        for point in metadata.distribution("deepytorch").entry_points
+        for point in metadata.distribution(distribution.NAME).entry_points
     }
     assert set(found) == {
         ("console_scripts", "deepytorch"),
@@ -100,7 +135,7 @@ def test_entry_points_lead_to_callables() -> None:
 def test_extras(project: dict[str, Any]) -> None:
     assert set(project["project"]["optional-dependencies"]) == EXTRAS
     everything = project["project"]["optional-dependencies"]["all"]
-    named = re.fullmatch(r"deepytorch\[(.*)\]", everything[0])
+    named = re.fullmatch(r"deepytorch-train\[(.*)\]", everything[0])
     assert named is not None
     assert set(named.group(1).split(",")) == EXTRAS - {"all"}
 
@@ -116,7 +151,7 @@ def test_what_an_extra_asks_for_fits_what_is_pinned(extra: str, project: dict[st
     wants = [Requirement(text) for text in project["project"]["optional-dependencies"][extra]]
     assert wants
     for want in wants:
-        if want.name == "deepytorch":
+        if want.name == distribution.NAME:
             assert set(want.extras) <= EXTRAS
         else:
             assert want.specifier.contains(pinned[want.name.lower()], prereleases=True), want
@@ -159,6 +194,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"{distribution.NAME.replace('-', '_')}-")
     names = zipfile.ZipFile(wheel).namelist()
     assert not stray_files(names)
     installed = {name for name in names if name.endswith((".py", ".pyi", ".typed", ".yaml"))}
@@ -179,7 +215,11 @@ def test_wheel_contents(tmp_path: Path) -> None:
 
 
 def test_stray_files_are_found() -> None:
-    good = ["deepytorch/cli/main.py", "deepytorch_core/_core.so", "deepytorch-1.dist-info/RECORD"]
+    good = [
+        "deepytorch/cli/main.py",
+        "deepytorch_core/_core.so",
+        "deepytorch_train-1.dist-info/RECORD",
+    ]
     assert not stray_files(good)
     for bad in ("integrations/fsdp.py", "recipes/_data.py", "tests/conftest.py", "setup.py"):
         assert stray_files([*good, bad]) == [bad]

@@ -159,7 +159,7 @@ def test_without_matplotlib_the_error_names_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'deepytorch\[recipes\]'"):
+    with pytest.raises(RuntimeError, match=r"pip install 'deepytorch-train\[recipes\]'"):
         topology_figure.save(PCIE, tmp_path / "a.png", "png")
 
 

@@ -45,7 +45,7 @@ def save(topology: Topology, path: Path, kind: str) -> None:
         figure = draw(topology)
     except ModuleNotFoundError:
         raise RuntimeError(
-            "drawing into a file needs matplotlib: pip install 'deepytorch[recipes]'"
+            "drawing into a file needs matplotlib: pip install 'deepytorch-train[recipes]'"
         ) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format=kind)

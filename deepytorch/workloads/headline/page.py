@@ -55,8 +55,7 @@ def picture(records: Sequence[Record]) -> bytes:
             if record[key] is None or record["wrong"]:
                 continue
             ratio, low, high = record[key]
-            # The ratio of sums may lie outside the quartiles of single steps.
-            errors = [[max(0.0, ratio - low)], [max(0.0, high - ratio)]]
+            errors = [[ratio - low], [high - ratio]]
             label = key.replace("_", " ") if row == 0 else None
             axes.barh(row + offset, ratio, 0.32, xerr=errors, color=colour, label=label)
         if record["claim"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deepytorch.workloads import headline
 from deepytorch.workloads.headline.job import ArmJob, ArmRun, TogetherJob, layers_that_fit
-from deepytorch_core.bench import launch
+from deepytorch_core.bench import launch, pairs
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import Record, claimed, describe_emulated, describe_rate
 
@@ -188,20 +188,14 @@ def _arm(found: Sequence[Record]) -> dict[str, Any]:
 
 
 def ratio(samples: dict[str, list[Record]], slow: str | None, fast: str) -> Any:
-    """[speed-up, low, high]: of all steps' time, and quartiles over the steps of all rounds.
+    """[speed-up, low, high]: median and quartiles over the steps of all rounds, in pairs.
 
-    Step by step, as both arms take the same batches in the same order. None without both arms.
+    None without both arms.
     """
     if slow not in samples or fast not in samples:
         return None
-    both = [
-        (stock, ours)
-        for one, other in zip(samples[slow], samples[fast], strict=True)
-        for stock, ours in zip(one["step_time_us"], other["step_time_us"], strict=True)
-    ]
-    of_all = sum(stock for stock, _ in both) / sum(ours for _, ours in both)
-    low, _, high = statistics.quantiles([stock / ours for stock, ours in both], n=4)
-    return [round(value, 3) for value in (of_all, low, high)]
+    stock, ours = ([found["step_time_us"] for found in samples[arm]] for arm in (slow, fast))
+    return [round(value, 3) for value in pairs.speedup(stock, ours)]
 
 
 def loss_difference(arms: dict[str, dict[str, Any]]) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepytorch_core import adapter
+from deepytorch_core import adapter, distribution
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
@@ -43,7 +43,7 @@ def judge(facts: Facts) -> list[Finding]:
         text = f"not looked for: {facts.error or 'torch did not answer'}"
         if facts.was_slow:
             return [warn(text, "deepytorch build   # finds or compiles it")]
-        return [fail(text, "pip install --force-reinstall --no-deps deepytorch")]
+        return [fail(text, distribution.REINSTALL)]
     # The tag begins with torch's version: "torch2.13.0-<commit>-<python>-...".
     builds = sorted({tag.partition("-")[0] for tag in facts.others})
     if builds and facts.tag.partition("-")[0] not in builds:

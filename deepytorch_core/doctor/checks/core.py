@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepytorch_core import distribution
 from deepytorch_core.doctor.finding import Finding, fail, okay
 from deepytorch_core.doctor.machine import Machine
 
@@ -19,7 +20,7 @@ class Facts:
 
 
 def gather(machine: Machine) -> Facts:
-    package = machine.distributions.get("deepytorch", "")
+    package = machine.distributions.get(distribution.NAME, "")
     try:
         from deepytorch_core import _core
     except ImportError as error:
@@ -28,7 +29,7 @@ def gather(machine: Machine) -> Facts:
 
 
 def judge(facts: Facts) -> list[Finding]:
-    remedy = "pip install --force-reinstall --no-deps deepytorch"
+    remedy = distribution.REINSTALL
     if facts.error:
         return [fail(f"the native core can't be loaded: {facts.error}", remedy)]
     if facts.package and facts.core != facts.package:

@@ -9,6 +9,7 @@ from importlib import metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
+from deepytorch_core import distribution
 from deepytorch_core.doctor.finding import Finding, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
@@ -30,7 +31,7 @@ class Facts:
 
 
 def gather(machine: Machine) -> Facts:
-    ranges = declared(metadata.requires("deepytorch") or [])
+    ranges = declared(metadata.requires(distribution.NAME) or [])
     installed = {
         name: machine.distributions[name] for name in ranges if name in machine.distributions
     }

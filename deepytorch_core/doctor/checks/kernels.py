@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from deepytorch_core import distribution
 from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.doctor.torch_facts import Device
@@ -33,8 +34,8 @@ def judge(facts: Facts) -> list[Finding]:
     missing = [one for one in wanted if not runs(facts.built, one)]
     architectures = ";".join(one.replace(".", "") for one in wanted)
     remedy = (
-        "pip install --force-reinstall --no-deps --no-binary deepytorch "
-        f"--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='{architectures}' deepytorch"
+        f"{distribution.REINSTALL} --no-binary {distribution.NAME} "
+        f"--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='{architectures}'"
     )
     if not facts.built:
         text = "the native core was built without nvcc: GPU collectives stay NCCL's"

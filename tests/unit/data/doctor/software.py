@@ -19,6 +19,7 @@ from deepytorch_core.doctor.checks import (
     memlock,
     mtu,
     nccl,
+    package,
     ranks,
     shm,
     torch,
@@ -174,6 +175,18 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
                 "export DEEPYTORCH_CACHE_DIR=",
             ),
             ({"free_bytes": 1 << 20}, WARN, "1 MiB free", "df -h"),
+        ],
+    ),
+    package: (
+        package.Facts("0.1.0", ""),
+        [
+            (
+                {"theirs": "0.0.0"},
+                FAIL,
+                "the package deepytorch 0.0.0 is somebody else's",
+                "pip uninstall -y deepytorch && pip install --force-reinstall --no-deps "
+                "deepytorch-train",
+            ),
         ],
     ),
     core: (

@@ -1,0 +1,143 @@
+"""Tables of steps: what `deepytorch bench ddp`, `train`, `compile` and `scripts` recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from deepytorch_core.bench import cells
+from deepytorch_core.bench.cells import Files, Provenance, caption, line
+from deepytorch_core.bench.record import PARTS_OF_DDP, Record, claimed, describe_emulated
+
+# What is true of `bench ddp`'s older records, which don't say so.
+OLDER_DDP: Record = {
+    **{"part": "collectives", "precision": "fp32", "image_size": None},
+    **{"choices": {}, "emulated": None},
+}
+_WRONG = "runs with differing losses"
+
+_DDP_CASE = (
+    *("model", "part", "parameters", "precision", "image_size", "batch_size"),
+    *("world_size", "device", "registered", "baseline"),
+)
+_TRAIN_CASE = ("framework", "parameters", "batch_size", "world_size", "device", "baseline")
+
+
+def ddp(files: Files) -> str:
+    older = {name: [{**OLDER_DDP, **one} for one in own] for name, own in files.items()}
+    titles = {"DDP training": "---", "ranks": "---:", "reduced per step": "---:"}
+    titles |= {"against": "---", "steps/s": "---:", "losses": "---"}
+    return _table(_latest(older, _DDP_CASE), titles, _ddp_row)
+
+
+def _ddp_row(record: Record) -> list[str]:
+    return [
+        _ddp_label(record),
+        str(record["world_size"]),
+        f"{record['bytes_per_step'] / 1e6:.1f} MB",
+        record["baseline"],
+        cells.times(record),
+        cells.losses(record),
+    ]
+
+
+def _ddp_label(record: Record) -> str:
+    parts = [record["model"], f"{record['parameters'] / 1e6:.1f} M"]
+    if record["image_size"]:
+        parts += [record["precision"], f"{record['image_size']} px"]
+    parts.append(f"batch {record['batch_size']}")
+    if record["registered"]:
+        parts.append("registered buckets")
+    if record["emulated"]:
+        parts.append(describe_emulated(record["emulated"]))
+    label = ", ".join(parts)
+    return f"{label}; ours: {PARTS_OF_DDP[record['part']]}" if record["image_size"] else label
+
+
+def train(files: Files) -> str:
+    titles = {"training": "---", "ranks": "---:", "batch": "---:", "against": "---"}
+    titles |= {"steps/s": "---:", "native calls": "---:", "losses": "---"}
+    return _table(_latest(files, _TRAIN_CASE), titles, _train_row)
+
+
+def _train_row(record: Record) -> list[str]:
+    calls = record["native_calls"] + record["delegated_calls"]
+    place = f", {describe_emulated(record['emulated'])}" if record.get("emulated") else ""
+    return [
+        f"{record['framework']} ({record['framework_version']}), "
+        f"{record['parameters'] / 1e6:.1f} M{place}",
+        str(record["world_size"]),
+        str(record["batch_size"]),
+        record["baseline"],
+        cells.times(record),
+        f"{100 * record['native_calls'] / max(1, calls):.0f}%",
+        cells.losses(record),
+    ]
+
+
+def compiled(files: Files) -> str:
+    latest = {
+        name: [{**one, "baseline": one["stock"]} for one in own]
+        for name, own in _latest(files, ("workload", "device")).items()
+    }
+    titles = {"training": "---", "batch": "---:", "against eager": "---:"}
+    titles |= {"torch.compile": "---:", "warm-up": "---:", "theirs": "---:", "kept": "---"}
+    return _table(latest, titles, _compile_row)
+
+
+def _compile_row(record: Record) -> list[str]:
+    return [
+        f"{record['workload']}, {record['parameters'] / 1e6:.1f} M",
+        str(record["batch_size"]),
+        cells.times(record),
+        f"{record['plain_speedup']:.2f}x",
+        f"{record['warmup_s']:.0f} s",
+        f"{record['plain_warmup_s']:.0f} s",
+        record["kept"],
+    ]
+
+
+def scripts(files: Files) -> str:
+    titles = {"script": "---", "stock": "---:", "ours": "---:", "times": "---:"}
+    titles |= {"again": "---:", "GPU busy": "---:", "steady after": "---:", "kept": "---:"}
+    return _table(_latest(files, ("script", "size", "device")), titles, _script_row)
+
+
+def _script_row(record: Record) -> list[str]:
+    small = "" if record["size"] == "full" else f" ({record['size']})"
+    again = [record["second_speedup"], *record["second_speedup_spread"]]
+    return [
+        f"{record['repository']}: {record['script']}{small}",
+        *(f"{record[f'{arm}_ms'][1]:.1f} ms" for arm in ("stock", "ours")),
+        cells.times(record),
+        claimed(record, cells.ratio(again)),
+        _pair(record, "busy", "{:.0%}"),
+        _pair(record, "to_steady_s", "{:.0f} s"),
+        str(record["kept"]),
+    ]
+
+
+def _pair(record: Record, field: str, form: str) -> str:
+    """Say how busy the GPU is in stock's and our second run, and when ours were steady."""
+    arms = ("stock", "second") if field == "busy" else ("ours", "second")
+    values = [record[f"{arm}_{field}"] for arm in arms]
+    return ": ".join("?" if one is None else form.format(one) for one in values)
+
+
+def _latest(files: Files, case: Sequence[str]) -> Files:
+    """Of each case its last record; a later run replaces an earlier one."""
+    found = {}
+    for name, records in files.items():
+        latest = {
+            (*(record[field] for field in case), str(record.get("emulated"))): record
+            for record in records
+        }
+        found[name] = list(latest.values())
+    return found
+
+
+def _table(files: Files, titles: dict[str, str], row: Callable[[Record], list[str]]) -> str:
+    records = [record for own in files.values() for record in own]
+    origins = Provenance(records)
+    lines = cells.head({**titles, **origins.titles})
+    lines += [line([*row(record), *origins.of([record])]) for record in records]
+    return "\n".join([*lines, "", caption(files, _WRONG)])
