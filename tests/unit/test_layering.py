@@ -57,6 +57,7 @@ ADAPTER_FRAMEWORKS = {
     "_packing_probe": {"transformers"},
     "_deepspeed_engine": {"deepspeed"},
     "_moved_batches": {"accelerate"},
+    "_side_copies": {"accelerate"},
     "_trainer_balance": {"transformers"},
     "_trainer_figures": {"transformers"},
     "horovod": set[str](),

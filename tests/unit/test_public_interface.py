@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "compile": "auto",
     "cuda_graphs": "auto",
     "padding_free": "auto",
+    "tokens_per_step": None,
     "token_balance": "auto",
     "kernels": "auto",
     "tune": "auto",
