@@ -316,10 +316,9 @@ class _Parts:
             self.hidden = None  # it goes with its graph
             last: Tensor = apply(hidden, self, begin, end)
             return last
-        leaf = hidden.detach()[:, begin:end].clone().requires_grad_(hidden.requires_grad)
+        leaf = hidden.detach()[:, begin:end].requires_grad_(hidden.requires_grad)
         self._taken[number] = leaf
-        # What a head does in place must not be done to a leaf.
-        return leaf.view_as(leaf) if leaf.requires_grad else leaf
+        return leaf.clone()  # a head may work in place
 
     def gradient(self, last: Tensor, like: torch.Size) -> Tensor:
         """Of the whole hidden state, once the last part's is known."""
@@ -341,11 +340,11 @@ class _Parts:
             if leaf.grad is not None:
                 self._send(hidden, number, leaf)
             else:
-                leaf.register_post_accumulate_grad_hook(
-                    functools.partial(self._send, hidden, number)
-                )
+                late: Any = functools.partial(self._send, hidden, number)
+                leaf.register_post_accumulate_grad_hook(late)  # type: ignore[no-untyped-call]
 
     def _send(self, hidden: Tensor, number: int, leaf: Tensor) -> None:
+        assert leaf.grad is not None
         gradient = hidden.new_zeros(hidden.shape)
         gradient[:, self._ends[number] : self._ends[number + 1]] = leaf.grad
         self._taken[number] = None

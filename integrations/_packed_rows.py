@@ -56,8 +56,9 @@ def by_position(call: Mapping[str, Any]) -> dict[str, Any]:
     Returns the same as `bounds`; nothing for a call that is no such row.
     """
     ids, positions = call.get("input_ids"), call.get("position_ids")
-    is_row = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[0] == 1
-    if not (is_row and isinstance(positions, Tensor) and positions.shape == ids.shape):
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
+        return {}
+    if not isinstance(positions, Tensor) or positions.shape != ids.shape:
         return {}
     if call.get("attention_mask") is not None:
         return {}

@@ -293,7 +293,7 @@ def _goes_by_position(model: Any, call: Callable[..., Any], tried: Any) -> bool:
         difference = float((stock.logits - row.logits).abs().max())
     except Exception:  # whatever a model has against such a row
         return False
-    return difference <= tolerance * max(float(row.logits.abs().max()), 1e-3)
+    return bool(difference <= tolerance * max(float(row.logits.abs().max()), 1e-3))
 
 
 def _has_fused_head(model: Any) -> bool:

@@ -50,7 +50,7 @@ def _aside(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gpu(device: Any) -> torch.device | None:
     """The GPU that `device` names, if it names the current one."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:
         found = torch.device(device)
