@@ -35,7 +35,7 @@ from deepytorch_core.nn.weight_changes import steps, too_late
 # Outputs that may be left out of a pass, and come when they are read.
 _LATE = (DeferredLogits, WatchedLogits)
 # Gradients of parameters that together are so large are not copied out.
-LENT_BYTES = 1 << 30
+LENT_BYTES = 1 << 28
 # A gradient that two eager passes agree in but for this share of the norm of all gradients. Some
 # cancel to nothing but rounding, as those of keys' biases in attention do; where sums have no fixed
 # order that is different every time.
