@@ -1,0 +1,114 @@
+"""The recipe to copy trains one's own lines to a model that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from deepytorch.recipes._data import byte_tokenizer
+from deepytorch_core import config
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "sft_one_file.py"
+LINES: list[dict[str, Any]] = [
+    {"text": "one two three four"},
+    {"prompt": "count: ", "completion": "one two three"},
+    {
+        "messages": [
+            {"role": "user", "content": "count"},
+            {"role": "assistant", "content": "one two three four five"},
+        ]
+    },
+]
+TEMPLATE = (
+    "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings = LlamaConfig(**shape, num_attention_heads=4, vocab_size=len(tokenizer))
+    LlamaForCausalLM(settings).save_pretrained(folder / "model")
+    lines = "".join(json.dumps(one) + "\n" for one in LINES * 16)
+    (folder / "data.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def run(files: Path, out: Path, *more: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = [] if ranks == 1 else ["-m", "deepytorch.cli", "run", f"--nproc-per-node={ranks}"]
+    given = [f"--model={files / 'model'}", f"--data={files / 'data.jsonl'}", f"--out={out}"]
+    how = ["--rows=4", "--accumulate=2", "--lr=0.01", "--log-every=1", "--held-out=0.1", *more]
+    return subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), *given, *how],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=config.child_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+    )
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def test_it_trains_and_goes_on_from_its_checkpoint(files: Path, tmp_path: Path) -> None:
+    done = run(files, tmp_path / "whole", "--epochs=2", "--save-every=5")
+    assert done.returncode == 0, done.stderr
+    whole = metrics(tmp_path / "whole")
+    assert whole[-1]["loss"] < 0.8 * whole[0]["loss"]
+    assert whole[-1]["held_out_loss"] < whole[0]["loss"]
+    # As if the run had ended after the last checkpoint.
+    again = run(files, tmp_path / "whole", "--epochs=2", "--save-every=5")
+    assert again.returncode == 0, again.stderr
+    repeated = metrics(tmp_path / "whole")[len(whole) :]
+    assert 0 < len(repeated) < len(whole)
+    for mine, theirs in zip(repeated, whole[-len(repeated) :], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    asked = tokenizer("count: ", return_tensors="pt", add_special_tokens=False)
+    assert model.generate(**asked, max_new_tokens=3).shape[1] > asked["input_ids"].shape[1]
+
+
+@pytest.fixture(scope="module")
+def alone(files: Path) -> list[dict[str, float]]:
+    """Of one rank that has the rows of two in each step: the same order, so the same losses."""
+    done = run(files, files / "alone", "--epochs=1", "--rows=8")
+    assert done.returncode == 0, done.stderr
+    return metrics(files / "alone")
+
+
+@pytest.mark.parametrize("sharding", [(), ("--shard",)], ids=["copies", "sharded"])
+def test_ranks_train_as_one_does(
+    sharding: tuple[str, ...], alone: list[dict[str, float]], files: Path, tmp_path: Path
+) -> None:
+    several = run(files, tmp_path / "several", "--epochs=1", *sharding, ranks=2)
+    assert several.returncode == 0, several.stderr
+    expected, found = alone, metrics(tmp_path / "several")
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
+    assert found[-1]["held_out_loss"] == pytest.approx(expected[-1]["held_out_loss"], rel=5e-3)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "several")
+
+
+def test_a_line_that_is_wrong_is_named(files: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"text": "right"}\n{"txt": "wrong"}\n', encoding="utf-8")
+    done = run(files, tmp_path / "out", f"--data={wrong}")
+    assert done.returncode == 1
+    assert f"{wrong}:2: KeyError: 'text'" in done.stderr
