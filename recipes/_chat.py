@@ -13,13 +13,13 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import (
     Conversation,
     Conversations,
+    InstructionPair,
     as_conversation,
     read_conversations,
 )
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
     Example,
-    InstructionPair,
     standard_library_pairs,
 )
 from deepytorch.recipes._run import console

@@ -8,9 +8,8 @@ from typing import Any
 
 from deepytorch.recipes import _fields
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import InstructionPair
 from deepytorch.recipes._fields import one_of, require_object, text_of
-from deepytorch.recipes._records import read_records
+from deepytorch.recipes._records import first_records, read_records
 
 ROLES = {
     "system": "system",
@@ -27,6 +26,20 @@ ROLES = {
     "ipython": "tool",
 }
 _PAIR = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class InstructionPair:
+    """One record in alpaca's sense; ``context`` is alpaca's "input" and may be empty."""
+
+    instruction: str
+    context: str
+    response: str
+
+    def prompt(self) -> str:
+        """The text before the answer, which the model reads but is not trained to write."""
+        context = f"\n\n### Input:\n{self.context}" if self.context else ""
+        return f"### Instruction:\n{self.instruction}{context}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ def as_conversation(pair: InstructionPair, where: str = "the embedded data") -> 
     return Conversation(turns, where=where)
 
 
-def read_conversations(path: Path, data_format: str = "auto") -> Conversations:
+def read_conversations(data: str | Path, data_format: str = "auto") -> Conversations:
     """The conversations in a file; "auto" tells the format by the first record's fields.
 
     Answers may be empty: see `has_empty_answer`.
@@ -112,7 +125,10 @@ def read_conversations(path: Path, data_format: str = "auto") -> Conversations:
     messages. All may have "system", "tools" and what else `_fields` honours. Raises RecipeError
     naming the file, the line and the field that is wrong, or can't be honoured.
     """
-    records = read_records(path)
+    return _read(read_records(str(data)), data_format)
+
+
+def _read(records: list[tuple[str, Any]], data_format: str) -> Conversations:
     chosen = _format_of(*records[0]) if data_format == "auto" else data_format
     reader = _Reader()
     read: Callable[[Any, str], Conversation] = getattr(reader, chosen)
@@ -123,6 +139,13 @@ def read_conversations(path: Path, data_format: str = "auto") -> Conversations:
             _format_of(where, record)
         found.append(read(record, where))
     return Conversations(found, tuple(reader.unknown), tuple(reader.unknown_in_turns))
+
+
+def refuse_wrong_data(data: str, data_format: str) -> None:
+    """RecipeError if ``data`` is missing, of a kind that isn't read, or its first records wrong."""
+    records = first_records(data)
+    if records:
+        _read(records, data_format)
 
 
 def _format_of(where: str, record: Any) -> str:

@@ -13,17 +13,15 @@ trains all weights. Options: configs/qwen_lora.yaml.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import Batch, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions, causal_loss, prepare_data
+from deepytorch.recipes._instructions import causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
 from deepytorch.recipes._models import (
@@ -34,6 +32,7 @@ from deepytorch.recipes._models import (
     save_checkpoint,
 )
 from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._settings import QwenOptions as Config
 from deepytorch.recipes._trainer import Task
 
 # Qwen's format of conversations, for the tokenizer of the small model.
@@ -41,40 +40,6 @@ _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(TextOptions):
-    """The options; configs/qwen_lora.yaml says what each one means."""
-
-    name: str = "qwen_lora"
-    method: Literal["lora", "full", "qlora"] = "lora"
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.0
-    merge_adapter: bool = False
-    hidden_size: int = 192
-    num_layers: int = 3
-    num_heads: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("lora_r", "lora_alpha", "hidden_size", "num_layers", "num_heads")
-        self.require_share("lora_dropout")
-        if self.hidden_size % (2 * self.num_heads):
-            raise RecipeError(
-                f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads "
-                f"({2 * self.num_heads}), so that every head has an even size"
-            )
-        if self.method == "qlora":
-            raise RecipeError(
-                "method=qlora is not supported: its 4-bit weights need kernels of their own. Use "
-                "method=lora precision=bf16: the frozen weights are then kept in bf16, 2 bytes "
-                "each; if that is too much, gradient_checkpointing=true or more GPUs with "
-                "engine=fsdp2"
-            )
-        if self.method == "full" and self.merge_adapter:
-            raise RecipeError("merge_adapter=true needs method=lora: method=full has no adapter")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
