@@ -106,7 +106,7 @@ def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
     if is_plain(asked, tokenizer):
         text = "".join(piece for piece, _ in plain_text(asked))
         return (tokenizer.bos_token or "") + text
-    return Chat(asked, tokenizer).prompt()
+    return Chat(asked, tokenizer, trained=False).prompt()
 
 
 def is_plain(conversation: Conversation, tokenizer: Any) -> bool:
