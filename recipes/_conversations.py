@@ -130,7 +130,7 @@ def read_conversations(data: str | Path, data_format: str = "auto") -> Conversat
 
 def _read(records: list[tuple[str, Any]], data_format: str) -> Conversations:
     chosen = _format_of(*records[0]) if data_format == "auto" else data_format
-    reader = _Reader()
+    reader = Reader()
     read: Callable[[Any, str], Conversation] = getattr(reader, chosen)
     found = []
     for where, record in records:
@@ -160,6 +160,8 @@ def _format_of(where: str, record: Any) -> str:
         )
         if is_it
     ]
+    if not found and "text" in there:  # many data sets have it beside what it was made of
+        return "text"
     if len(found) > 1:
         raise RecipeError(
             f"{where}: it has the fields of {' and of '.join(found)}: say which are meant, "
@@ -168,7 +170,7 @@ def _format_of(where: str, record: Any) -> str:
     if not found:
         raise RecipeError(
             f'{where}: no format that is known. It needs "instruction" and "output", '
-            '"conversations" or "messages", or "prompt" and "completion". '
+            '"conversations" or "messages", "prompt" and "completion", or "text". '
             f"Fields found: {_names(record)}"
         )
     return found[0]
@@ -178,7 +180,7 @@ def _names(record: dict[str, Any]) -> str:
     return ", ".join(map(str, record)) or "none"
 
 
-class _Reader:
+class Reader:
     """Reads records of each format, by its name, and notes fields that none knows."""
 
     def __init__(self) -> None:
@@ -250,6 +252,12 @@ class _Reader:
             Message("assistant", text_of(learned, f'{where}: field "completion"')),
         ]
         return Conversation(tuple(turns), is_text=True, where=where)
+
+    def text(self, record: dict[str, Any], where: str) -> Conversation:
+        """A text that is trained as it is, and its end."""
+        self._note(record, where, ("text",))
+        text = text_of(record.get("text"), f'{where}: field "text"')
+        return Conversation((Message("assistant", text),), is_text=True, where=where)
 
     def _note(self, record: dict[str, Any], where: str, known: tuple[str, ...]) -> None:
         _fields.note_others(record, where, known, _fields.REFUSED_IN_RECORDS, self.unknown)

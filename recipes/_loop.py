@@ -129,6 +129,8 @@ def train(
         task.batches.fit_steps(config.accumulation)
         _say_balance(task.batches, process)
     trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
+    if task.before is not None:
+        task.before(trainer)
     start, run_dir = 0, None
     if path is not None and written is not None:
         start = _resume(recipe, trainer, task, path, written)
@@ -235,6 +237,8 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         make_model = _rounding.nudged(task.make_model, config.seed)
         again = replace(task, make_model=make_model)
         trainers[_rounding.ARM] = Trainer(again, config, process, group=group, ours=False)
+    if task.before is not None:
+        task.before(trainers["stock"])
     by_chance = task.repacked and _rounding.drops_out(trainers["stock"].model)
     if by_chance and not config.rounding_arm:
         raise RecipeError(

@@ -272,13 +272,13 @@ def runs(output_dir: str, name: str) -> list[Path]:
 class StepProgress:
     """A progress bar on a terminal, a line now and then in a log, nothing on other ranks."""
 
-    def __init__(self, steps: int, *, enabled: bool) -> None:
-        self._steps = steps
-        self._enabled = enabled
+    def __init__(self, steps: int, *, enabled: bool, what: str = "training") -> None:
+        self._steps, self._enabled = steps, enabled
+        self._word = "step" if what == "training" else what
         self._bar: Progress | None = None
         if enabled and console.is_terminal:
             self._bar = Progress(
-                TextColumn("training"),
+                TextColumn(what),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
@@ -308,4 +308,4 @@ class StepProgress:
         elif self._enabled:
             every = max(1, self._steps // _LINES_PER_RUN)
             if step % every == 0 or step in (1, self._steps):
-                console.print(f"step {step}/{self._steps}  {text}", highlight=False)
+                console.print(f"{self._word} {step}/{self._steps}  {text}", highlight=False)

@@ -13,35 +13,52 @@ from deepytorch.recipes import _paths
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import refuse_wrong_data
 from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._pairs import refuse_wrong_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(RunOptions):
-    """Options of the recipes that fine-tune on instructions."""
+class ChatOptions(RunOptions):
+    """Of the recipes that train causal language models."""
 
     model: str | None = None
     data: str | None = None
-    data_format: Literal["auto", "alpaca", "sharegpt", "prompt"] = "auto"
-    train_on_prompt: bool = False
     max_length: int = 512
     held_out: int = 4
-    packing: Literal["none", "batch", "fixed"] = "batch"
-    padding_free: Literal["auto", "on", "off"] = "auto"
-    token_balance: Literal["auto", "on", "off"] = "auto"
     sample_tokens: int = 120
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("max_length", "held_out", "sample_tokens")
-        if self.packing == "fixed" and self.padding_free == "off":
-            raise RecipeError("packing=fixed trains rows without padding: leave padding_free=auto")
 
     def check_files(self) -> None:
         """As in RunOptions: the model, and the first records of the data."""
         if self.model is not None:
             _paths.refuse_wrong_model(self.model)
         if self.data is not None:
-            refuse_wrong_data(self.data, self.data_format)
+            self.check_data(self.data)
+
+    def check_data(self, data: str) -> None:
+        """RecipeError for data that is missing, or whose first records are wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(ChatOptions):
+    """Of the recipes that fine-tune on instructions."""
+
+    data_format: Literal["auto", "alpaca", "sharegpt", "prompt", "text"] = "auto"
+    train_on_prompt: bool = False
+    packing: Literal["none", "batch", "fixed"] = "batch"
+    padding_free: Literal["auto", "on", "off"] = "auto"
+    token_balance: Literal["auto", "on", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing == "fixed" and self.padding_free == "off":
+            raise RecipeError("packing=fixed trains rows without padding: leave padding_free=auto")
+
+    def check_data(self, data: str) -> None:
+        """As in ChatOptions."""
+        refuse_wrong_data(data, self.data_format)
 
     def padding_free_of(self, ours: bool) -> str:
         """How the arm of a comparison packs; rows that were filled beforehand need it in both."""
@@ -83,10 +100,9 @@ class LlamaOptions(TextOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenOptions(TextOptions):
-    """Of qwen_lora; configs/qwen_lora.yaml says what each one means."""
+class LoraOptions(ChatOptions):
+    """Of the recipes that train adapters, and the shape of a small Qwen3."""
 
-    name: str = "qwen_lora"
     method: Literal["lora", "full", "qlora"] = "lora"
     lora_r: int = 16
     lora_alpha: int = 32
@@ -114,6 +130,31 @@ class QwenOptions(TextOptions):
             )
         if self.method == "full" and self.merge_adapter:
             raise RecipeError("merge_adapter=true needs method=lora: method=full has no adapter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenOptions(LoraOptions, TextOptions):
+    """Of qwen_lora; configs/qwen_lora.yaml says what each one means."""
+
+    name: str = "qwen_lora"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoOptions(LoraOptions):
+    """Of dpo; configs/dpo.yaml says what each one means."""
+
+    name: str = "dpo"
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("beta")
+        if self.beta == math.inf:
+            raise RecipeError("beta must be finite, not inf")
+
+    def check_data(self, data: str) -> None:
+        """As in ChatOptions."""
+        refuse_wrong_pairs(data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +267,7 @@ class DreamboothOptions(RunOptions):
 OPTIONS: dict[str, type[RunOptions]] = {
     "llama_sft": LlamaOptions,
     "qwen_lora": QwenOptions,
+    "dpo": DpoOptions,
     "bert_mlm": BertOptions,
     "resnet50_ddp": ResnetOptions,
     "stable_diffusion_dreambooth": DreamboothOptions,

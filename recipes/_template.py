@@ -30,9 +30,7 @@ class Chat:
     Its methods raise RecipeError where the template refuses the conversation.
     """
 
-    def __init__(
-        self, conversation: Conversation, tokenizer: Any, *, trained: bool = True
-    ) -> None:
+    def __init__(self, conversation: Conversation, tokenizer: Any, *, trained: bool = True) -> None:
         """``trained``: by the template for training, where there is one, not the tokenizer's."""
         self._conversation = conversation
         self._tokenizer = tokenizer

@@ -46,6 +46,8 @@ class Task(Generic[BatchT]):
     """``batches`` with the examples of each step evenly spread, where deepytorch may do that."""
     repacked: bool = False
     """Whether deepytorch may lay a batch out otherwise than stock, as rows without padding."""
+    before: "Callable[[Trainer[BatchT]], None] | None" = None
+    """Called once on all ranks before the first step, with the model as it begins; collective."""
     flops_of: Callable[[nn.Module], float] | None = None
     """Floating-point operations of training a model on one unit, for its utilisation."""
 

@@ -20,6 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from deepytorch.recipes._conversations import Conversation
 from deepytorch.recipes._data import Batch, byte_tokenizer
 from deepytorch.recipes._instructions import causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
@@ -32,6 +33,7 @@ from deepytorch.recipes._models import (
     save_checkpoint,
 )
 from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._settings import LoraOptions
 from deepytorch.recipes._settings import QwenOptions as Config
 from deepytorch.recipes._trainer import Task
 
@@ -59,13 +61,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         return model if config.method == "full" else with_adapter(model, config)
 
     def export(model: Any, run_dir: Path) -> None:
-        folder = run_dir / ("checkpoint" if config.method == "full" else "adapter")
-        save_checkpoint(model, tokenizer, folder)
-        print_sample(model, tokenizer, data.sample, config.sample_tokens, run_dir / "sample.txt")
-        console.print(f"{folder.name:<12}{folder}", highlight=False)
-        if config.merge_adapter:
-            save_checkpoint(model.merge_and_unload(), tokenizer, run_dir / "merged")
-            console.print(f"merged      {run_dir / 'merged'}", highlight=False)
+        save_trained(model, tokenizer, config, run_dir, sample=data.sample)
 
     return Task(
         make_model=make_model,
@@ -88,7 +84,7 @@ def default_rate(config: Config) -> float:
     return 2e-4 if config.method == "lora" else 2e-5
 
 
-def build_model(config: Config, tokenizer: Any) -> Any:
+def build_model(config: LoraOptions, tokenizer: Any) -> Any:
     """The checkpoint in ``config.model``, or a small Qwen3 with random weights."""
     # FSDP2 shards weights of one type only, and the adapter's are float32.
     frozen_in_bf16 = config.method == "lora" and config.precision in ("bf16", "fp8")
@@ -116,7 +112,7 @@ def build_model(config: Config, tokenizer: Any) -> Any:
     return model.to(dtype)
 
 
-def with_adapter(model: Any, config: Config) -> Any:
+def with_adapter(model: Any, config: LoraOptions) -> Any:
     """LoRA on all linear layers but the head; everything else is frozen."""
     lora = LoraConfig(
         r=config.lora_r,
@@ -126,6 +122,19 @@ def with_adapter(model: Any, config: Config) -> Any:
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora)
+
+
+def save_trained(
+    model: Any, tokenizer: Any, config: LoraOptions, run_dir: Path, *, sample: Conversation
+) -> None:
+    """Write the adapter or the checkpoint, show an answer, and write what is merged."""
+    folder = run_dir / ("checkpoint" if config.method == "full" else "adapter")
+    save_checkpoint(model, tokenizer, folder)
+    print_sample(model, tokenizer, sample, config.sample_tokens, run_dir / "sample.txt")
+    console.print(f"{folder.name:<12}{folder}", highlight=False)
+    if config.merge_adapter:
+        save_checkpoint(model.merge_and_unload(), tokenizer, run_dir / "merged")
+        console.print(f"merged      {run_dir / 'merged'}", highlight=False)
 
 
 def chat_tokenizer() -> Any:
