@@ -18,6 +18,7 @@ from deepytorch.recipes._endings import Endings
 from deepytorch.recipes._length import settle_device, settle_length
 from deepytorch.recipes._log import RunLog, write_card, write_options
 from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._quiet import quiet
 from deepytorch.recipes._run import (
     Process,
     StepProgress,
@@ -72,6 +73,7 @@ def _run_until_told(
     default = Path(__file__).parent / "configs" / f"{recipe}.yaml"
     arguments = parse_arguments(argv, recipe=recipe, default=default)
     print_any_text()
+    quiet()
     try:
         config = load_config(config_class, arguments.config, arguments.overrides)
         device = choose_device(config.device)

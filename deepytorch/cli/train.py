@@ -4,6 +4,8 @@ All that can be known to be wrong is said before a process starts, and without l
 """
 
 import difflib
+import logging
+import os
 import pkgutil
 import typing
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deepytorch.cli import help
+from deepytorch.cli import console, help
 
 if typing.TYPE_CHECKING:
     from deepytorch.recipes._options import RunOptions
@@ -94,10 +96,18 @@ def train(
     from deepytorch.cli import launcher
     from deepytorch_core import config as environment
 
-    environment.set_where_unset({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TO_SAVE_S)})
     num_gpus = launcher.num_gpus()
     options.check_device(has_gpu=num_gpus > 0)
-    processes = str(nproc_per_node or options.processes or num_gpus or 2)
+    number = nproc_per_node or options.processes or num_gpus or 2
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TO_SAVE_S)}
+    if number > 1:  # else torchrun takes 1, and says so in five lines
+        cores = len(os.sched_getaffinity(0))
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // number))
+    environment.set_where_unset(variables)
+    if not console.shows_tracebacks():
+        # A rank that refuses its options has said why, and a crash has a table of its own.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    processes = str(number)
     started = launcher.parse(
         ["--module", f"{_PACKAGE}.{recipe}", *arguments],
         command="deepytorch train",
