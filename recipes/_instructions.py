@@ -15,14 +15,15 @@ from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
 from deepytorch.recipes._chat import (
     Conversation,
     TooLongError,
-    encode_all,
+    fitting,
     load_conversations,
     print_masked,
 )
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import Conversations, has_empty_answer
 from deepytorch.recipes._data import Batch, Example, collate
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._encoding import encoded_by_all
+from deepytorch.recipes._run import Process, console, together
 from deepytorch.recipes._settings import TextOptions
 from deepytorch_core import decisions
 from deepytorch_core.data.balance import WHAT
@@ -41,7 +42,7 @@ class Data:
 
 def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     """Read, shuffle, split and encode ``config.data``; says what was cut, left and held out."""
-    loaded = load_conversations(config.data, config.data_format)
+    loaded = together(lambda: load_conversations(config.data, config.data_format), process)
     conversations = loaded.found
     order = [number for number, one in enumerate(conversations) if not has_empty_answer(one)]
     num_empty = len(conversations) - len(order)
@@ -53,12 +54,10 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     random.Random(config.seed).shuffle(order)
     kept, trained, told = hold_out(order, config.held_out)
 
-    def encoded(numbers: list[int]) -> tuple[list[Example], str]:
-        return encode_all([conversations[number] for number in numbers], tokenizer, config)
-
-    examples, summary = encoded(trained)
+    encoded = encoded_by_all([conversations[one] for one in order], tokenizer, config, process)
+    examples, summary = fitting(encoded[len(kept) :], config)
     try:
-        left_out = encoded(kept)[0] if kept else []
+        left_out = fitting(encoded[: len(kept)], config)[0] if kept else []
     except TooLongError:
         left_out = []
     if num_empty:

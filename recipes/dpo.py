@@ -20,15 +20,16 @@ import torch
 from torch import nn
 
 from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
-from deepytorch.recipes._chat import Conversation, encode, print_masked
+from deepytorch.recipes._chat import Conversation, print_masked
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import Message
 from deepytorch.recipes._data import IGNORED_LABEL, Example, collate, standard_library_pairs
+from deepytorch.recipes._encoding import encoded_by_all
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
 from deepytorch.recipes._models import load_tokenizer, refuse_beyond_positions
 from deepytorch.recipes._pairs import Pair, read_pairs
-from deepytorch.recipes._run import Process, StepProgress, all_of, console
+from deepytorch.recipes._run import Process, StepProgress, all_of, console, together
 from deepytorch.recipes._settings import DpoOptions as Config
 from deepytorch.recipes._trainer import Task, Trainer
 from deepytorch.recipes.qwen_lora import build_model, chat_tokenizer, save_trained, with_adapter
@@ -95,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: Config, process: Process) -> Task[PairBatch]:
     """The data, the model with its adapter, and the loss."""
-    tokenizer = load_tokenizer(config.model) if config.model else chat_tokenizer()
+    model = config.model
+    tokenizer = together(lambda: load_tokenizer(model) if model else chat_tokenizer(), process)
     data = prepare_pairs(config, tokenizer, process)
     lengths = [len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in data.trained]
     batches = EndlessBatches(
@@ -146,16 +148,20 @@ def default_rate(config: Config) -> float:
 
 def prepare_pairs(config: Config, tokenizer: Any, process: Process) -> Data:
     """Read, shuffle, encode and split ``config.data``; says what was left and held out."""
-    pairs, unknown = (library_pairs(), []) if config.data is None else read_pairs(config.data)
+
+    def load() -> tuple[list[Pair], list[str]]:
+        return (library_pairs(), []) if config.data is None else read_pairs(config.data)
+
+    pairs, unknown = together(load, process)
     random.Random(config.seed).shuffle(pairs)
+    whole = Whole(config.max_length)
+    both = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+    found = encoded_by_all(both, tokenizer, whole, process)
     encoded: list[EncodedPair] = []
     sources: list[Pair] = []
-    for pair in pairs:
-        chosen, rejected = (
-            one_encoded(one, tokenizer, config) for one in (pair.chosen, pair.rejected)
-        )
-        if chosen is not None and rejected is not None:
-            encoded.append(EncodedPair(chosen, rejected, len(encoded)))
+    for pair, chosen, rejected in zip(pairs, found[::2], found[1::2], strict=True):
+        if not (chosen.is_cut or rejected.is_cut):  # half an answer is another one
+            encoded.append(EncodedPair(chosen.example, rejected.example, len(encoded)))
             sources.append(pair)
     if not encoded:
         raise RecipeError(
@@ -174,15 +180,6 @@ def prepare_pairs(config: Config, tokenizer: Any, process: Process) -> Data:
         print_masked(trained[0].chosen, tokenizer)
     sample = sources[kept[0].row].chosen if kept else Conversation()
     return Data(kept, trained, torch.zeros(len(encoded), 2), tokenizer.pad_token_id, sample)
-
-
-def one_encoded(conversation: Conversation, tokenizer: Any, config: Config) -> Example | None:
-    """The conversation as tokens; None where it would be cut: half an answer is another one."""
-    try:
-        found = encode(conversation, tokenizer, Whole(config.max_length))
-    except RecipeError as error:
-        raise RecipeError(f"{conversation.where}: {error}") from error
-    return None if found.is_cut else found.example
 
 
 @dataclass(frozen=True)

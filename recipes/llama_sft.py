@@ -30,7 +30,7 @@ from deepytorch.recipes._models import (
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._run import Process, console, together
 from deepytorch.recipes._settings import LlamaOptions as Config
 from deepytorch.recipes._trainer import Task
 
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: Config, process: Process) -> Task[Batch]:
     """The data, the model and the loss."""
-    tokenizer = load_tokenizer(config.model) if config.model else byte_tokenizer()
+    model = config.model
+    tokenizer = together(lambda: load_tokenizer(model) if model else byte_tokenizer(), process)
     data = prepare_data(config, tokenizer, process)
 
     def make_model() -> Any:

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from deepytorch.recipes import _hub
 from deepytorch.recipes._batches import EndlessBatches, hold_out
-from deepytorch.recipes._chat import encode, encode_all, prompt_of
+from deepytorch.recipes._chat import encode, encode_one, fitting, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import (
     Conversation,
@@ -42,6 +42,10 @@ import hashlib
 from deepytorch.recipes._data import standard_library_pairs
 print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
 """
+
+
+def encode_all(conversations, tokenizer, chosen):
+    return fitting([encode_one(one, tokenizer, chosen) for one in conversations], chosen)
 
 
 def options(max_length, **others):
@@ -420,7 +424,7 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path):
     path.write_text(json.dumps([{"messages": one} for one in records]))
     chosen = TextOptions(name="test", data=str(path), seed=random.randrange(99), held_out=1)
     with pytest.raises(RecipeError) as failure:
-        prepare_data(chosen, tokenizer, Process(1, 2, torch.device("cpu")))
+        prepare_data(chosen, tokenizer, Process(0, 1, torch.device("cpu")))
     place = f"{path}, line 1, record {number}: the tokenizer's"
     assert str(failure.value).startswith(place)
     assert "(System role not supported)" in str(failure.value)
