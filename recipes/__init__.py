@@ -12,6 +12,7 @@ command can list the recipes at once.
 RECIPES: dict[str, str] = {
     "llama_sft": "deepytorch.recipes.llama_sft",
     "qwen_lora": "deepytorch.recipes.qwen_lora",
+    "dpo": "deepytorch.recipes.dpo",
     "stable_diffusion_dreambooth": "deepytorch.recipes.stable_diffusion_dreambooth",
     "resnet50_ddp": "deepytorch.recipes.resnet50_ddp",
     "bert_mlm": "deepytorch.recipes.bert_mlm",
@@ -20,6 +21,7 @@ RECIPES: dict[str, str] = {
 DESCRIPTIONS: dict[str, str] = {
     "llama_sft": "full fine-tune of a Llama-class model on instructions",
     "qwen_lora": "LoRA (or full) fine-tune of a Qwen-class chat model",
+    "dpo": "LoRA (or full) training of a chat model on preferred answers",
     "stable_diffusion_dreambooth": "DreamBooth: UNet or LoRA, with prior preservation",
     "resnet50_ddp": "an image classifier: ResNet-50, or any other of torchvision and timm",
     "bert_mlm": "masked language modelling with a BERT-class model",

@@ -120,6 +120,16 @@ class EndlessBatches(Generic[BatchT]):
         self._position, self._batches = position, None
 
     @property
+    def num_examples(self) -> int:
+        """Of all ranks, with those that make no whole batch."""
+        return self._order.num_examples
+
+    @property
+    def what(self) -> str:
+        """The word for the examples in messages."""
+        return self._what
+
+    @property
     def epoch_examples(self) -> int:
         """Of all ranks: as many as make whole batches for each."""
         return self._order.per_epoch * self._at_once

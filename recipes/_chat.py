@@ -13,13 +13,13 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import (
     Conversation,
     Conversations,
+    InstructionPair,
     as_conversation,
     read_conversations,
 )
 from deepytorch.recipes._data import (
     IGNORED_LABEL,
     Example,
-    InstructionPair,
     standard_library_pairs,
 )
 from deepytorch.recipes._run import console
@@ -30,7 +30,8 @@ __all__ = [
     "Encoded",
     "TooLongError",
     "encode",
-    "encode_all",
+    "encode_one",
+    "fitting",
     "load_conversations",
     "prompt_of",
 ]
@@ -106,7 +107,7 @@ def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
     if is_plain(asked, tokenizer):
         text = "".join(piece for piece, _ in plain_text(asked))
         return (tokenizer.bos_token or "") + text
-    return Chat(asked, tokenizer).prompt()
+    return Chat(asked, tokenizer, trained=False).prompt()
 
 
 def is_plain(conversation: Conversation, tokenizer: Any) -> bool:
@@ -185,22 +186,22 @@ def _encode_chat(chat: Chat, tokenizer: Any, *, masked: bool) -> tuple[list[int]
     return list(found["input_ids"]), trained
 
 
-def encode_all(
-    conversations: Sequence[Conversation], tokenizer: Any, options: Encoding
-) -> tuple[list[Example], str]:
-    """Encode every conversation, leaving out those whose prompt alone fills the length.
+def encode_one(conversation: Conversation, tokenizer: Any, options: Encoding) -> Encoded:
+    """As `encode`; the RecipeError says the conversation's place in the data."""
+    try:
+        return encode(conversation, tokenizer, options)
+    except RecipeError as error:
+        raise RecipeError(f"{conversation.where}: {error}") from error
 
-    Also returns one sentence with the counts. Raises TooLongError when nothing is left, and
-    RecipeError for one that can't be encoded, with its place in the data, or of which the chat
-    template would leave out a part.
+
+def fitting(encoded: Sequence[Encoded], options: Encoding) -> tuple[list[Example], str]:
+    """The examples without those whose prompt alone fills the length, and a sentence of counts.
+
+    Raises TooLongError when nothing is left.
     """
     examples: list[Example] = []
     num_truncated = num_thoughts = 0
-    for conversation in conversations:
-        try:
-            example, is_cut, dropped = encode(conversation, tokenizer, options)
-        except RecipeError as error:
-            raise RecipeError(f"{conversation.where}: {error}") from error
+    for example, is_cut, dropped in encoded:
         # The first token has none before it to be predicted from.
         if any(label != IGNORED_LABEL for label in example.labels[1:]):
             examples.append(example)
@@ -214,7 +215,7 @@ def encode_all(
     summary = (
         f"{len(examples)} examples, median {lengths[len(lengths) // 2]} tokens, longest "
         f"{lengths[-1]}; {num_truncated} truncated to max_length={options.max_length}, "
-        f"{len(conversations) - len(examples)} left out because their prompt alone is longer"
+        f"{len(encoded) - len(examples)} left out because their prompt alone is longer"
     )
     if num_thoughts:
         summary += f"; the chat template drops the thoughts of {num_thoughts} earlier turns"

@@ -13,10 +13,18 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from deepytorch.recipes._aliases import ALIASES
+
 ConfigT = TypeVar("ConfigT")
 
 
 _NO_VALUE = ("", "~", "null")  # in YAML
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+}
 
 
 class RecipeError(ValueError):
@@ -62,6 +70,16 @@ def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -
         dry_run=found.dry_run,
         overrides=found.overrides,
     )
+
+
+def kind_of(hint: Any) -> str:
+    """The type of an option in words for help: its choices, or what it must be."""
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(map(str, options))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join([kind_of(one) for one in options if one is not type(None)] + ["null"])
+    return _KINDS[hint].removeprefix("a ")
 
 
 def load_config(cls: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
@@ -124,9 +142,12 @@ def _parse_yaml(text: str, wrong: str) -> Any:
 
 
 def _unknown_key(key: str, names: list[str], origin: str) -> str:
-    close = difflib.get_close_matches(key, names, n=1)
-    suggestion = f" Did you mean '{close[0]}'?" if close else ""
-    return f"unknown key '{key}' in {origin}.{suggestion} Valid keys: {', '.join(names)}"
+    plain = key.lower().replace("-", "_")
+    meant = ALIASES.get(plain, "")
+    if meant.partition("=")[0] not in names and not meant.startswith("--"):
+        meant = next(iter(difflib.get_close_matches(plain, names, n=1)), "")
+    hint = f"Did you mean {meant}?" if meant else f"Valid keys: {', '.join(names)}"
+    return f"unknown key '{key}' in {origin}. {hint}"
 
 
 def _coerce(key: str, value: Any, hint: Any) -> Any:
@@ -142,7 +163,11 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
             value = word  # YAML reads these words as booleans
         if value in choices:
             return value
-        raise RecipeError(f"{key} must be one of {', '.join(map(str, choices))}, not {value!r}")
+        close = difflib.get_close_matches(str(value), [str(one) for one in choices], n=1)
+        raise RecipeError(
+            f"{key} must be one of {', '.join(map(str, choices))}, not {value!r}"
+            f"{f'. Did you mean {close[0]}?' if close else ''}"
+        )
     if hint is float and not isinstance(value, bool):
         # YAML 1.1 reads 2e-5 as a string: accept it, it is how people write learning rates.
         try:
@@ -155,4 +180,4 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
         return str(Path(value).expanduser())  # the shell does so only where it sees the ~
     elif isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
-    raise RecipeError(f"{key} must be a {hint.__name__}, not {value!r}")
+    raise RecipeError(f"{key} must be {_KINDS[hint]}, not {value!r}")

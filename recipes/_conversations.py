@@ -8,9 +8,8 @@ from typing import Any
 
 from deepytorch.recipes import _fields
 from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import InstructionPair
 from deepytorch.recipes._fields import one_of, require_object, text_of
-from deepytorch.recipes._records import read_records
+from deepytorch.recipes._records import first_records, read_records
 
 ROLES = {
     "system": "system",
@@ -27,6 +26,20 @@ ROLES = {
     "ipython": "tool",
 }
 _PAIR = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class InstructionPair:
+    """One record in alpaca's sense; ``context`` is alpaca's "input" and may be empty."""
+
+    instruction: str
+    context: str
+    response: str
+
+    def prompt(self) -> str:
+        """The text before the answer, which the model reads but is not trained to write."""
+        context = f"\n\n### Input:\n{self.context}" if self.context else ""
+        return f"### Instruction:\n{self.instruction}{context}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
@@ -101,7 +114,7 @@ def as_conversation(pair: InstructionPair, where: str = "the embedded data") -> 
     return Conversation(turns, where=where)
 
 
-def read_conversations(path: Path, data_format: str = "auto") -> Conversations:
+def read_conversations(data: str | Path, data_format: str = "auto") -> Conversations:
     """The conversations in a file; "auto" tells the format by the first record's fields.
 
     Answers may be empty: see `has_empty_answer`.
@@ -112,9 +125,12 @@ def read_conversations(path: Path, data_format: str = "auto") -> Conversations:
     messages. All may have "system", "tools" and what else `_fields` honours. Raises RecipeError
     naming the file, the line and the field that is wrong, or can't be honoured.
     """
-    records = read_records(path)
+    return _read(read_records(str(data)), data_format)
+
+
+def _read(records: list[tuple[str, Any]], data_format: str) -> Conversations:
     chosen = _format_of(*records[0]) if data_format == "auto" else data_format
-    reader = _Reader()
+    reader = Reader()
     read: Callable[[Any, str], Conversation] = getattr(reader, chosen)
     found = []
     for where, record in records:
@@ -123,6 +139,13 @@ def read_conversations(path: Path, data_format: str = "auto") -> Conversations:
             _format_of(where, record)
         found.append(read(record, where))
     return Conversations(found, tuple(reader.unknown), tuple(reader.unknown_in_turns))
+
+
+def refuse_wrong_data(data: str, data_format: str) -> None:
+    """RecipeError if ``data`` is missing, of a kind that isn't read, or its first records wrong."""
+    records = first_records(data)
+    if records:
+        _read(records, data_format)
 
 
 def _format_of(where: str, record: Any) -> str:
@@ -137,6 +160,8 @@ def _format_of(where: str, record: Any) -> str:
         )
         if is_it
     ]
+    if not found and "text" in there:  # many data sets have it beside what it was made of
+        return "text"
     if len(found) > 1:
         raise RecipeError(
             f"{where}: it has the fields of {' and of '.join(found)}: say which are meant, "
@@ -145,7 +170,7 @@ def _format_of(where: str, record: Any) -> str:
     if not found:
         raise RecipeError(
             f'{where}: no format that is known. It needs "instruction" and "output", '
-            '"conversations" or "messages", or "prompt" and "completion". '
+            '"conversations" or "messages", "prompt" and "completion", or "text". '
             f"Fields found: {_names(record)}"
         )
     return found[0]
@@ -155,7 +180,7 @@ def _names(record: dict[str, Any]) -> str:
     return ", ".join(map(str, record)) or "none"
 
 
-class _Reader:
+class Reader:
     """Reads records of each format, by its name, and notes fields that none knows."""
 
     def __init__(self) -> None:
@@ -227,6 +252,12 @@ class _Reader:
             Message("assistant", text_of(learned, f'{where}: field "completion"')),
         ]
         return Conversation(tuple(turns), is_text=True, where=where)
+
+    def text(self, record: dict[str, Any], where: str) -> Conversation:
+        """A text that is trained as it is, and its end."""
+        self._note(record, where, ("text",))
+        text = text_of(record.get("text"), f'{where}: field "text"')
+        return Conversation((Message("assistant", text),), is_text=True, where=where)
 
     def _note(self, record: dict[str, Any], where: str, known: tuple[str, ...]) -> None:
         _fields.note_others(record, where, known, _fields.REFUSED_IN_RECORDS, self.unknown)

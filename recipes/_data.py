@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepytorch.recipes._conversations import InstructionPair
 from deepytorch_core.data import Packing, plan
 
 # Modules that import without side effects on every platform and document themselves well.
@@ -29,20 +30,6 @@ _MODULES = """
 """
 
 IGNORED_LABEL = -100  # what cross_entropy(ignore_index=-100) leaves out
-
-
-@dataclass(frozen=True)
-class InstructionPair:
-    """One record in alpaca's sense; ``context`` is alpaca's "input" and may be empty."""
-
-    instruction: str
-    context: str
-    response: str
-
-    def prompt(self) -> str:
-        """The text before the answer, which the model reads but is not trained to write."""
-        context = f"\n\n### Input:\n{self.context}" if self.context else ""
-        return f"### Instruction:\n{self.instruction}{context}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)

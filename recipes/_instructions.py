@@ -5,7 +5,7 @@ import bisect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,57 +15,18 @@ from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
 from deepytorch.recipes._chat import (
     Conversation,
     TooLongError,
-    encode_all,
+    fitting,
     load_conversations,
     print_masked,
 )
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import Conversations, has_empty_answer
 from deepytorch.recipes._data import Batch, Example, collate
-from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._encoding import encoded_by_all
+from deepytorch.recipes._run import Process, console, together
+from deepytorch.recipes._settings import TextOptions
 from deepytorch_core import decisions
 from deepytorch_core.data.balance import WHAT
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextOptions(RunOptions):
-    """Options of the recipes that fine-tune on instructions."""
-
-    model: str | None = None
-    data: str | None = None
-    data_format: Literal["auto", "alpaca", "sharegpt", "prompt"] = "auto"
-    train_on_prompt: bool = False
-    max_length: int = 512
-    held_out: int = 4
-    packing: Literal["none", "batch", "fixed"] = "batch"
-    padding_free: Literal["auto", "on", "off"] = "auto"
-    token_balance: Literal["auto", "on", "off"] = "auto"
-    sample_tokens: int = 120
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("max_length", "held_out", "sample_tokens")
-        if self.packing == "fixed" and self.padding_free == "off":
-            raise RecipeError("packing=fixed trains rows without padding: leave padding_free=auto")
-
-    def padding_free_of(self, ours: bool) -> str:
-        """How the arm of a comparison packs; rows that were filled beforehand need it in both."""
-        if self.packing == "none" or not (ours or self.packing == "fixed"):
-            return "off"
-        return self.padding_free
-
-    def why_no_balance(self, world_size: int) -> str | None:
-        """Why each rank computes the examples that it draws; None where they are dealt out."""
-        if self.token_balance == "off":
-            return "token_balance=off"
-        if world_size * self.accumulation == 1:
-            return "there is one rank and one micro-batch a step, so nothing to balance"
-        if self.token_balance == "auto" and self.padding_free_of(True) == "off":
-            return "batches are padded, so their tokens are not what they cost"
-        if self.token_balance == "auto" and self.packing == "fixed":
-            return "rows are filled already"
-        return None
 
 
 @dataclass(frozen=True)
@@ -81,7 +42,7 @@ class Data:
 
 def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     """Read, shuffle, split and encode ``config.data``; says what was cut, left and held out."""
-    loaded = load_conversations(config.data, config.data_format)
+    loaded = together(lambda: load_conversations(config.data, config.data_format), process)
     conversations = loaded.found
     order = [number for number, one in enumerate(conversations) if not has_empty_answer(one)]
     num_empty = len(conversations) - len(order)
@@ -93,12 +54,10 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     random.Random(config.seed).shuffle(order)
     kept, trained, told = hold_out(order, config.held_out)
 
-    def encoded(numbers: list[int]) -> tuple[list[Example], str]:
-        return encode_all([conversations[number] for number in numbers], tokenizer, config)
-
-    examples, summary = encoded(trained)
+    encoded = encoded_by_all([conversations[one] for one in order], tokenizer, config, process)
+    examples, summary = fitting(encoded[len(kept) :], config)
     try:
-        left_out = encoded(kept)[0] if kept else []
+        left_out = fitting(encoded[: len(kept)], config)[0] if kept else []
     except TooLongError:
         left_out = []
     if num_empty:

@@ -15,10 +15,12 @@ from deepytorch.recipes._alike import draw_apart, refuse_unlike
 from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
 from deepytorch.recipes._endings import Endings
+from deepytorch.recipes._length import settle_device, settle_length
+from deepytorch.recipes._log import RunLog, write_card, write_options
 from deepytorch.recipes._options import RunOptions
+from deepytorch.recipes._quiet import quiet
 from deepytorch.recipes._run import (
     Process,
-    ScalarLog,
     StepProgress,
     choose_device,
     console,
@@ -37,7 +39,7 @@ from deepytorch.recipes._trainer import Task, Trainer
 from deepytorch_core import c10d_patches, decisions
 from deepytorch_core.data.balance import WHAT
 
-_NOT_COMPARED = ("backend", "save_every", "keep_checkpoints", "evaluate_every", "wandb")
+_NOT_COMPARED = ("backend", "save_every", "keep_checkpoints", "evaluate_every", "trackers")
 
 ConfigT = TypeVar("ConfigT", bound=RunOptions)
 Prepare = Callable[[ConfigT, Process], Task[Any]]
@@ -71,21 +73,14 @@ def _run_until_told(
     default = Path(__file__).parent / "configs" / f"{recipe}.yaml"
     arguments = parse_arguments(argv, recipe=recipe, default=default)
     print_any_text()
+    quiet()
     try:
         config = load_config(config_class, arguments.config, arguments.overrides)
         device = choose_device(config.device)
-        if config.precision == "fp16" and device.type == "cpu":
-            raise RecipeError("precision=fp16 needs a GPU: use bf16 or fp32 on the CPU")
-        if arguments.compare and config.resume is not None:
-            raise RecipeError(
-                f"--compare trains both arms from the start, which resume={config.resume} does "
-                "not: leave resume out"
-            )
-        if arguments.compare and config.engine != "ddp":
-            raise RecipeError(
-                f"--compare trains both arms in the same processes, which engine={config.engine} "
-                "does not allow: use engine=ddp, or run backend=stock and backend=deepytorch"
-            )
+        config.check_device(has_gpu=device.type == "cuda")
+        if arguments.compare:
+            config.check_compare()
+        config = settle_device(config, device)
         # Neither arm of a comparison uses the default group: it only carries barriers and losses.
         stock = "gloo" if arguments.compare else stock_backend(device)
         backend = stock if arguments.compare or config.backend == "stock" else "deepytorch"
@@ -96,7 +91,8 @@ def _run_until_told(
                 device=process.device.type,
                 examples_of_an_epoch=task.batches.epoch_examples,
                 batches_held_out=len(task.held_out),
-                steps=config.steps,
+                steps=config.steps or 0,
+                epochs=str(config.epochs),
             )
             if arguments.dry_run:
                 _memory.print_estimate(task, config, process)
@@ -129,11 +125,14 @@ def train(
     if path is not None:
         written = on_main(lambda: _checkpoint.written(path), process)
         config = _elastic.fit(config, written, process, path)
+    config = settle_length(config, task.batches, process)
     if task.balanced is not None and config.backend == "deepytorch":
         task = replace(task, batches=task.balanced)
         task.batches.fit_steps(config.accumulation)
         _say_balance(task.batches, process)
     trainer = Trainer(task, config, process, ours=config.backend == "deepytorch")
+    if task.before is not None:
+        task.before(trainer)
     start, run_dir = 0, None
     if path is not None and written is not None:
         start = _resume(recipe, trainer, task, path, written)
@@ -142,7 +141,7 @@ def train(
     if run_dir is None:
         run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
     course = _Course(recipe, trainer, task, run_dir, previous=previous)
-    log = _open_log(config, run_dir, process)
+    log = _open_log(recipe, config, run_dir, process)
     meter = _Meter(task.unit, trainer.flops_per_unit, process)
     telling = Telling(process)
 
@@ -159,8 +158,8 @@ def train(
 
     # To the very end: what is told after the last step only has to leave the export its time.
     with endings.noted():
-        with StepProgress(config.steps, enabled=process.is_main) as progress:
-            for step in range(start + 1, config.steps + 1):
+        with StepProgress(config.total_steps, enabled=process.is_main) as progress:
+            for step in range(start + 1, config.total_steps + 1):
                 telling.begin()
                 result = trainer.step([next(task.batches) for _ in range(config.accumulation)])
                 telling.add(step, result, end=endings.asked)
@@ -168,7 +167,7 @@ def train(
                     task.held_out and config.evaluate_every and step % config.evaluate_every == 0
                 )
                 # The last one too: what is exported may not fit on the disk.
-                is_last = step == config.steps
+                is_last = step == config.total_steps
                 due = bool(config.save_every and (step % config.save_every == 0 or is_last))
                 end = report(telling.read(everything=due or is_evaluated or is_last))
                 if is_evaluated:
@@ -185,18 +184,22 @@ def train(
         endings.promise = "the last step is done, and the model is still written"
         if task.held_out:
             held_out = trainer.evaluate(task.held_out)
-            log.write(config.steps, held_out_loss=held_out)
+            log.write(config.total_steps, held_out_loss=held_out)
             if process.is_main:
                 console.print(f"held out    loss {held_out:.4f} on data left out of training")
         log.close()
         try:
-            finish(task, trainer, run_dir, process)
+            finish(recipe, task, trainer, run_dir, process)
         except RecipeError as error:
-            raise RecipeError(f"{error}. {course.rescue(max(start, config.steps))}") from error
+            raise RecipeError(
+                f"{error}. {course.rescue(max(start, config.total_steps))}"
+            ) from error
     return 0
 
 
-def finish(task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process: Process) -> None:
+def finish(
+    recipe: str, task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process: Process
+) -> None:
     """Export the model and show a sample, on rank 0; RecipeError on all if that fails."""
     weights = trainer.engine.full_state() if trainer.engine.sharded else None
 
@@ -209,6 +212,7 @@ def finish(task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process:
                 model.to(process.device)
         try:
             task.export(model, run_dir)
+            write_card(run_dir, recipe, asdict(trainer.options))
         except (OSError, RuntimeError, SafetensorError) as error:
             # A full disk is one or the other, depending on who writes.
             reason = " ".join(str(error).split())
@@ -222,6 +226,7 @@ def finish(task: Task[BatchT], trainer: Trainer[BatchT], run_dir: Path, process:
 
 def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Process) -> int:
     """Train the stock stack and deepytorch, step by step in turn, and print the differences."""
+    config = settle_length(config, task.batches, process)
     stock_group = dist.new_group(backend=stock_backend(process.device), group_desc="stock arm")
     our_group = dist.new_group(backend="deepytorch", group_desc="deepytorch arm")
     trainers = {
@@ -234,6 +239,8 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
         make_model = _rounding.nudged(task.make_model, config.seed)
         again = replace(task, make_model=make_model)
         trainers[_rounding.ARM] = Trainer(again, config, process, group=group, ours=False)
+    if task.before is not None:
+        task.before(trainers["stock"])
     by_chance = task.repacked and _rounding.drops_out(trainers["stock"].model)
     if by_chance and not config.rounding_arm:
         raise RecipeError(
@@ -242,10 +249,7 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             "which shows how far chance drives two stock runs apart"
         )
     run_dir = on_main(lambda: make_run_dir(config.output_dir, config.name), process)
-    logs = {
-        arm: ScalarLog(run_dir / "tensorboard" / arm if process.is_main else None)
-        for arm in trainers
-    }
+    logs = {arm: RunLog(run_dir if process.is_main else None, arm=arm) for arm in trainers}
     comparison = _compare.Comparison(
         backends={
             arm: c10d_patches.serving_name(trainer.group) for arm, trainer in trainers.items()
@@ -255,8 +259,8 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
     )
     own = task.batches if task.balanced is None else task.balanced
     _say_balance(own, process)
-    with StepProgress(config.steps, enabled=process.is_main) as progress:
-        for step in range(1, config.steps + 1):
+    with StepProgress(config.total_steps, enabled=process.is_main) as progress:
+        for step in range(1, config.total_steps + 1):
             taken = {
                 batches: [next(batches) for _ in range(config.accumulation)]
                 for batches in dict.fromkeys((task.batches, own))
@@ -265,7 +269,7 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             others = trainers.keys() - _compare.ARMS
             for arm in (*_compare.order_of(step), *others):
                 # The same numbers for all arms, as dropout's; where they can't be the same, others.
-                other = config.steps if by_chance and arm == _rounding.ARM else 0
+                other = config.total_steps if by_chance and arm == _rounding.ARM else 0
                 draw_apart(config.seed + step + other, process)
                 with _compare.timed(process.device) as timer:
                     result = trainers[arm].step(taken[own if arm == "ours" else task.batches])
@@ -276,12 +280,12 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
             progress.update(step, comparison.progress_text())
     for log in logs.values():
         log.close()
-    finish(task, trainers["ours"], run_dir, process)
-    verdict = comparison.verdict(config.loss_tolerance)
+    finish(recipe, task, trainers["ours"], run_dir, process)
+    verdict = comparison.verdict(config.total_tolerance)
     options = asdict(config)
     on_main(lambda: _compare.write_results(recipe, comparison, run_dir, options, process), process)
     if process.is_main:
-        _compare.print_table(comparison, run_dir, config.loss_tolerance)
+        _compare.print_table(comparison, run_dir, config.total_tolerance)
         if verdict is not None:
             sys.stderr.write(f"{recipe}: {verdict}\n")
     dist.barrier()
@@ -298,7 +302,7 @@ def _say_left_out(config: RunOptions, usual: RunOptions) -> None:
     if given:
         console.print(
             f"left out    {', '.join(given)}: a comparison trains both backends, without "
-            "checkpoints, evaluations or wandb",
+            "checkpoints or evaluations, and records TensorBoard's scalars",
             highlight=False,
         )
 
@@ -312,11 +316,16 @@ def _say_balance(batches: EndlessBatches[Any], process: Process) -> None:
         console.print(f"balance     {imbalance}", highlight=False)
 
 
-def _open_log(config: RunOptions, run_dir: Path, process: Process) -> ScalarLog:
-    opened: list[ScalarLog] = []
-    options = asdict(config) if config.wandb else None
-    on_main(lambda: opened.append(ScalarLog(run_dir / "tensorboard", options)), process)
-    return opened[0] if opened else ScalarLog(None)
+def _open_log(recipe: str, config: RunOptions, run_dir: Path, process: Process) -> RunLog:
+    opened: list[RunLog] = []
+    options = asdict(config)
+
+    def open_it() -> None:
+        write_options(run_dir, recipe, options)
+        opened.append(RunLog(run_dir, config.tracker_names, options))
+
+    on_main(open_it, process)
+    return opened[0] if opened else RunLog(None)
 
 
 class _Course:
@@ -412,7 +421,7 @@ class _Meter:
         self._num_units, self._seconds = num_units, seconds
 
     def scalars(self) -> dict[str, float]:
-        """What ScalarLog takes."""
+        """What RunLog takes."""
         rate = self._num_units / self._seconds
         found = {f"{self._unit}_per_s": rate, "step_time_s": self._seconds}
         found["memory_gb"] = _memory.used_gb(self._process.device)

@@ -58,6 +58,11 @@ def peak_flops(device: torch.device) -> float:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), 0.0)
 
 
+# Of each trained weight; Muon has one moment of matrices and AdamW's two of the rest.
+_MOMENTS_BYTES = {"adamw": 8, "muon": 8, "sgd": 0, "adafactor": 0}
+_MOMENTS_BYTES |= {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
+
+
 def transformer_flops(model: nn.Module) -> float:
     """Operations of training on one token: 6 per trained weight, 4 per frozen one.
 
@@ -86,11 +91,11 @@ class Estimate:
 
 
 def state_bytes(model: nn.Module, options: RunOptions, world_size: int) -> Estimate:
-    """Weights, gradients and AdamW's state of ``model`` on one rank, in GPU memory."""
+    """Weights, gradients and the optimizer's state of ``model`` on one rank, in GPU memory."""
     weights = list(model.parameters())
     all_bytes = sum(one.numel() * one.element_size() for one in weights)
     trained = sum(one.numel() for one in weights if one.requires_grad)
-    gradients, moments, master = 4 * trained, 8 * trained, 0
+    gradients, moments, master = 4 * trained, _MOMENTS_BYTES[options.optimizer] * trained, 0
     if options.engine == "deepspeed" and options.precision != "fp32":
         all_bytes, gradients, master = all_bytes // 2, 2 * trained, 4 * trained
     stages = {"fsdp2": 3, "deepspeed": options.zero_stage, "megatron": 1}
@@ -158,7 +163,7 @@ def print_estimate(task: "Task[Any]", options: RunOptions, process: Process) -> 
     for label, value in (
         ("parameters", found.parameters),
         ("gradients", found.gradients),
-        ("optimizer (AdamW)", found.optimizer),
+        (f"optimizer ({options.optimizer})", found.optimizer),
         (f"activations, {options.batch_size} a micro-batch", found.activations or 0),
         ("sum", found.total),
     ):

@@ -2,7 +2,6 @@
 """What every recipe needs around its loop: processes, devices, run directory, progress."""
 
 import gc
-import importlib
 import io
 import os
 import re
@@ -273,13 +272,13 @@ def runs(output_dir: str, name: str) -> list[Path]:
 class StepProgress:
     """A progress bar on a terminal, a line now and then in a log, nothing on other ranks."""
 
-    def __init__(self, steps: int, *, enabled: bool) -> None:
-        self._steps = steps
-        self._enabled = enabled
+    def __init__(self, steps: int, *, enabled: bool, what: str = "training") -> None:
+        self._steps, self._enabled = steps, enabled
+        self._word = "step" if what == "training" else what
         self._bar: Progress | None = None
         if enabled and console.is_terminal:
             self._bar = Progress(
-                TextColumn("training"),
+                TextColumn(what),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
@@ -309,64 +308,4 @@ class StepProgress:
         elif self._enabled:
             every = max(1, self._steps // _LINES_PER_RUN)
             if step % every == 0 or step in (1, self._steps):
-                console.print(f"step {step}/{self._steps}  {text}", highlight=False)
-
-
-class ScalarLog:
-    """TensorBoard scalars under ``path``; nothing where it is None (other ranks).
-
-    With ``wandb``, the run's options, also Weights & Biases; RecipeError if it is not installed.
-    Where the disk is full, a line says so, and the training goes on without scalars.
-    """
-
-    def __init__(self, path: Path | None, wandb: dict[str, Any] | None = None) -> None:
-        self._writer: Any = None
-        self._wandb: Any = None
-        if path is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            with self._or_without():
-                self._writer = SummaryWriter(str(path))
-            if wandb is not None:
-                self._wandb = _wandb_run(path.parent, wandb)
-
-    def write(self, step: int, **scalars: float) -> None:
-        """Record each scalar under its keyword."""
-        if self._writer is not None:
-            with self._or_without():
-                for name, value in scalars.items():
-                    self._writer.add_scalar(f"train/{name}", value, step)
-        if self._wandb is not None:
-            self._wandb.log({f"train/{name}": one for name, one in scalars.items()}, step=step)
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        if self._writer is not None:
-            with self._or_without():
-                self._writer.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-    @contextmanager
-    def _or_without(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._writer = None
-            console.print(f"scalars     no more of them: {error}; training goes on")
-
-
-def _wandb_run(run_dir: Path, options: dict[str, Any]) -> Any:
-    try:
-        wandb: Any = importlib.import_module("wandb")
-    except ModuleNotFoundError:
-        raise RecipeError("wandb=true needs it installed: pip install wandb") from None
-    # In a run that is resumed the curves go on.
-    return wandb.init(
-        project="deepytorch",
-        name=run_dir.name,
-        id=run_dir.name,
-        resume="allow",
-        dir=str(run_dir),
-        config=options,
-    )
+                console.print(f"{self._word} {step}/{self._steps}  {text}", highlight=False)

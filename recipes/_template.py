@@ -14,6 +14,7 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import Conversation
 from deepytorch.recipes._fields import CALLS, THOUGHTS
 from deepytorch.recipes._hub import reason
+from deepytorch.recipes._training_template import in_parts, training_template, wants_parts
 
 # Private characters, so no template has them; no letters, which a template may write otherwise.
 _MARK = "\ue000{}\ue001"
@@ -29,9 +30,12 @@ class Chat:
     Its methods raise RecipeError where the template refuses the conversation.
     """
 
-    def __init__(self, conversation: Conversation, tokenizer: Any) -> None:
+    def __init__(self, conversation: Conversation, tokenizer: Any, *, trained: bool = True) -> None:
+        """``trained``: by the template for training, where there is one, not the tokenizer's."""
         self._conversation = conversation
         self._tokenizer = tokenizer
+        self._template = training_template(tokenizer) if trained else None
+        self._in_parts = wants_parts(tokenizer, self._template)
         self._turns = [one.for_template() for one in conversation.messages]
         self._options = dict(conversation.options)
 
@@ -47,6 +51,8 @@ class Chat:
 
     @cached_property
     def _source(self) -> str:
+        if self._template is not None:
+            return self._template
         return str(self._tokenizer.get_chat_template(tools=self._options.get("tools")))
 
     def prompt(self) -> str:
@@ -224,7 +230,14 @@ class Chat:
         return rendered
 
     def _apply(self, turns: list[Turn], *, options: Turn | None = None, **others: bool) -> Any:
-        given = self._options if options is None else options
+        given = dict(self._options if options is None else options)
+        if self._template is not None:
+            given["chat_template"] = self._template
+        if self._in_parts:
+            turns = [
+                {**one, "content": in_parts(one["content"])} if "content" in one else one
+                for one in turns
+            ]
         try:
             return self._tokenizer.apply_chat_template(turns, **given, **others)
         except Exception as error:  # a template computes, so anything may go wrong in it

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of any recipe: micro-batches, the mean over all ranks, clipping, schedule."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any, Generic
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import deepytorch
 from deepytorch.recipes import _fp8, _memory
 from deepytorch.recipes._alike import digest_of, draw_apart, refuse_unlike
 from deepytorch.recipes._batches import BatchT, EndlessBatches
 from deepytorch.recipes._engines import enable_checkpointing, start_engine
+from deepytorch.recipes._optimizers import make_optimizer, make_schedule
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, together
 from deepytorch_core.nn import channels_last
@@ -47,6 +46,8 @@ class Task(Generic[BatchT]):
     """``batches`` with the examples of each step evenly spread, where deepytorch may do that."""
     repacked: bool = False
     """Whether deepytorch may lay a batch out otherwise than stock, as rows without padding."""
+    before: "Callable[[Trainer[BatchT]], None] | None" = None
+    """Called once on all ranks before the first step, with the model as it begins; collective."""
     flops_of: Callable[[nn.Module], float] | None = None
     """Floating-point operations of training a model on one unit, for its utilisation."""
 
@@ -92,9 +93,13 @@ class Trainer(Generic[BatchT]):
             apply_kernels(setting, options.kernels)
             if channels_last.is_convolutional(model):
                 self._choose_layout(model, task)
-        self.engine = start_engine(model, self._make_optimizer, options, process, group=group)
+
+        def with_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return make_optimizer(model, parameters, options, self.learning_rate)
+
+        self.engine = start_engine(model, with_optimizer, options, process, group=group)
         if ours and options.compile != "off":
-            steps = options.steps * options.accumulation
+            steps = options.total_steps * options.accumulation
             deepytorch.compile(model, policy=options.compile, steps=steps)
         self.loss_share = task.make_loss(self.engine.wrapped, ours)
         self.go_on_after(0)
@@ -110,11 +115,6 @@ class Trainer(Generic[BatchT]):
             _fp8.convert(model, self.options, self.process)
         return model
 
-    def _make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            parameters, lr=self.learning_rate, weight_decay=self.options.weight_decay, fused=True
-        )
-
     def go_on_after(self, step: int) -> None:
         """Train on with the options' learning rates and weight decay from behind ``step``.
 
@@ -122,8 +122,7 @@ class Trainer(Generic[BatchT]):
         """
         for group in self.engine.optimizer.param_groups:
             group.update(initial_lr=self.learning_rate, weight_decay=self.options.weight_decay)
-        factor = warmup_then_cosine(self.options.warmup_steps, self.options.steps)
-        self.schedule = LambdaLR(self.engine.optimizer, factor, last_epoch=step - 1)
+        self.schedule = make_schedule(self.engine.optimizer, self.options, after=step)
 
     def _choose_layout(self, model: nn.Module, task: Task[BatchT]) -> None:
         """Try channels_last on the first batch, before DDP lays its buckets out as the weights."""
@@ -187,15 +186,3 @@ class Trainer(Generic[BatchT]):
         dist.all_reduce(total, group=self.group)
         self.engine.wrapped.train()
         return float(total)
-
-
-def warmup_then_cosine(warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """The factor of the learning rate: linear to 1, then along a cosine to 0."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return step / max(1, warmup_steps)
-        progress = (step - warmup_steps) / max(1, steps - warmup_steps)
-        return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
-
-    return factor

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
@@ -39,39 +39,12 @@ from deepytorch.recipes._models import (
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._settings import BertOptions as Config
 from deepytorch.recipes._trainer import Task
 
 _MASKED = 0.15  # of the tokens are to be guessed, as in BERT's paper:
 _HIDDEN, _REPLACED = 0.8, 0.1  # of them hidden, replaced by another; the rest stays
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """The options; configs/bert_mlm.yaml says what each one means."""
-
-    name: str = "bert_mlm"
-    steps: int = 150
-    batch_size: int = 16
-    model: str | None = None
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    dropout: float = 0.0
-    data: str | None = None
-    max_length: int = 128
-    held_out: int = 32
-    padding_free: Literal["auto", "on", "off"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("hidden_size", "num_layers", "num_heads", "max_length", "held_out")
-        self.require_share("dropout")
-        if self.hidden_size % self.num_heads:
-            raise RecipeError(
-                f"hidden_size={self.hidden_size} must be a multiple of num_heads={self.num_heads}"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,16 +13,14 @@ initial weights. Options: configs/llama_sft.yaml. Read it from ``main`` downward
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._data import Batch, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions, causal_loss, prepare_data
+from deepytorch.recipes._instructions import causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
 from deepytorch.recipes._models import (
@@ -32,30 +30,11 @@ from deepytorch.recipes._models import (
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._run import Process, console, together
+from deepytorch.recipes._settings import LlamaOptions as Config
 from deepytorch.recipes._trainer import Task
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "llama_sft.yaml"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(TextOptions):
-    """The options; configs/llama_sft.yaml says what each one means."""
-
-    name: str = "llama_sft"
-    hidden_size: int = 256
-    intermediate_size: int = 688
-    num_layers: int = 4
-    num_heads: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("hidden_size", "intermediate_size", "num_layers", "num_heads")
-        if self.hidden_size % (2 * self.num_heads):
-            raise RecipeError(
-                f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads "
-                f"({2 * self.num_heads}), so that every head has an even size"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: Config, process: Process) -> Task[Batch]:
     """The data, the model and the loss."""
-    tokenizer = load_tokenizer(config.model) if config.model else byte_tokenizer()
+    model = config.model
+    tokenizer = together(lambda: load_tokenizer(model) if model else byte_tokenizer(), process)
     data = prepare_data(config, tokenizer, process)
 
     def make_model() -> Any:

@@ -13,17 +13,16 @@ trains all weights. Options: configs/qwen_lora.yaml.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._conversations import Conversation
 from deepytorch.recipes._data import Batch, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions, causal_loss, prepare_data
+from deepytorch.recipes._instructions import causal_loss, prepare_data
 from deepytorch.recipes._loop import run_recipe
 from deepytorch.recipes._memory import transformer_flops
 from deepytorch.recipes._models import (
@@ -33,7 +32,9 @@ from deepytorch.recipes._models import (
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._run import Process, console, together
+from deepytorch.recipes._settings import LoraOptions
+from deepytorch.recipes._settings import QwenOptions as Config
 from deepytorch.recipes._trainer import Task
 
 # Qwen's format of conversations, for the tokenizer of the small model.
@@ -43,40 +44,6 @@ _TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(TextOptions):
-    """The options; configs/qwen_lora.yaml says what each one means."""
-
-    name: str = "qwen_lora"
-    method: Literal["lora", "full", "qlora"] = "lora"
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.0
-    merge_adapter: bool = False
-    hidden_size: int = 192
-    num_layers: int = 3
-    num_heads: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("lora_r", "lora_alpha", "hidden_size", "num_layers", "num_heads")
-        self.require_share("lora_dropout")
-        if self.hidden_size % (2 * self.num_heads):
-            raise RecipeError(
-                f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads "
-                f"({2 * self.num_heads}), so that every head has an even size"
-            )
-        if self.method == "qlora":
-            raise RecipeError(
-                "method=qlora is not supported: its 4-bit weights need kernels of their own. Use "
-                "method=lora precision=bf16: the frozen weights are then kept in bf16, 2 bytes "
-                "each; if that is too much, gradient_checkpointing=true or more GPUs with "
-                "engine=fsdp2"
-            )
-        if self.method == "full" and self.merge_adapter:
-            raise RecipeError("merge_adapter=true needs method=lora: method=full has no adapter")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe: 0 done, 1 --compare found a difference, 2 bad options or data."""
     return run_recipe("qwen_lora", Config, prepare, argv)
@@ -84,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: Config, process: Process) -> Task[Batch]:
     """The data, the model with its adapter, and the loss."""
-    tokenizer = load_tokenizer(config.model) if config.model else chat_tokenizer()
+    model = config.model
+    tokenizer = together(lambda: load_tokenizer(model) if model else chat_tokenizer(), process)
     data = prepare_data(config, tokenizer, process)
 
     def make_model() -> Any:
@@ -94,13 +62,7 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
         return model if config.method == "full" else with_adapter(model, config)
 
     def export(model: Any, run_dir: Path) -> None:
-        folder = run_dir / ("checkpoint" if config.method == "full" else "adapter")
-        save_checkpoint(model, tokenizer, folder)
-        print_sample(model, tokenizer, data.sample, config.sample_tokens, run_dir / "sample.txt")
-        console.print(f"{folder.name:<12}{folder}", highlight=False)
-        if config.merge_adapter:
-            save_checkpoint(model.merge_and_unload(), tokenizer, run_dir / "merged")
-            console.print(f"merged      {run_dir / 'merged'}", highlight=False)
+        save_trained(model, tokenizer, config, run_dir, sample=data.sample)
 
     return Task(
         make_model=make_model,
@@ -123,7 +85,7 @@ def default_rate(config: Config) -> float:
     return 2e-4 if config.method == "lora" else 2e-5
 
 
-def build_model(config: Config, tokenizer: Any) -> Any:
+def build_model(config: LoraOptions, tokenizer: Any) -> Any:
     """The checkpoint in ``config.model``, or a small Qwen3 with random weights."""
     # FSDP2 shards weights of one type only, and the adapter's are float32.
     frozen_in_bf16 = config.method == "lora" and config.precision in ("bf16", "fp8")
@@ -151,7 +113,7 @@ def build_model(config: Config, tokenizer: Any) -> Any:
     return model.to(dtype)
 
 
-def with_adapter(model: Any, config: Config) -> Any:
+def with_adapter(model: Any, config: LoraOptions) -> Any:
     """LoRA on all linear layers but the head; everything else is frozen."""
     lora = LoraConfig(
         r=config.lora_r,
@@ -161,6 +123,19 @@ def with_adapter(model: Any, config: Config) -> Any:
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora)
+
+
+def save_trained(
+    model: Any, tokenizer: Any, config: LoraOptions, run_dir: Path, *, sample: Conversation
+) -> None:
+    """Write the adapter or the checkpoint, show an answer, and write what is merged."""
+    folder = run_dir / ("checkpoint" if config.method == "full" else "adapter")
+    save_checkpoint(model, tokenizer, folder)
+    print_sample(model, tokenizer, sample, config.sample_tokens, run_dir / "sample.txt")
+    console.print(f"{folder.name:<12}{folder}", highlight=False)
+    if config.merge_adapter:
+        save_checkpoint(model.merge_and_unload(), tokenizer, run_dir / "merged")
+        console.print(f"merged      {run_dir / 'merged'}", highlight=False)
 
 
 def chat_tokenizer() -> Any:

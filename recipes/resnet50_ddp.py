@@ -12,11 +12,11 @@ be the model, and any folder with a folder of images for each class the data. Op
 configs/resnet50_ddp.yaml.
 """
 
+import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,39 +27,12 @@ from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._images import ImageBatch, PhotographParts
 from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
+from deepytorch.recipes._settings import ResnetOptions as Config
 from deepytorch.recipes._trainer import Task
 
 _PHOTOGRAPH_CROPS = 4096  # an epoch of the embedded data
 _HELD_OUT_SEED = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """The options; configs/resnet50_ddp.yaml says what each one means."""
-
-    name: str = "resnet50_ddp"
-    steps: int = 50
-    batch_size: int = 16
-    model: str | None = None
-    width: int = 8
-    data: str | None = None
-    image_size: int = 48
-    num_workers: int = 0
-    held_out: int = 64
-    kernels: Literal["auto", "on", "off"] = "auto"
-    loss_tolerance: float = 1e-2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("width", "image_size", "held_out")
-        self.require_not_negative("num_workers")
-        if self.engine == "fsdp2":
-            raise RecipeError(
-                "engine=fsdp2 does not shard a ResNet's batch norms: use ddp, deepspeed or "
-                "accelerate"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +75,7 @@ def prepare(config: Config, process: Process) -> Task[ImageBatch]:
 
     def export(model: nn.Module, run_dir: Path) -> None:
         torch.save(model.state_dict(), run_dir / "model.pt")
+        (run_dir / "classes.json").write_text(json.dumps(trained.classes), encoding="utf-8")
         if held_out:
             say_accuracy(model, held_out[0], trained.classes, run_dir / "sample.png")
 

@@ -14,12 +14,11 @@ configs/stable_diffusion_dreambooth.yaml.
 """
 
 import hashlib
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,47 +28,12 @@ from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._diffusion import Parts
 from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console, together
+from deepytorch.recipes._settings import DreamboothOptions as Config
 from deepytorch.recipes._trainer import Task
 from deepytorch_core.data.cache import sample_posterior
 
 _SAMPLES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """The options; configs/stable_diffusion_dreambooth.yaml says what each one means."""
-
-    name: str = "stable_diffusion_dreambooth"
-    steps: int = 80
-    batch_size: int = 4
-    model: str | None = None
-    architecture: Literal["sd15", "sd21", "sdxl"] = "sd21"
-    method: Literal["full", "lora"] = "full"
-    lora_r: int = 16
-    train_text_encoder: bool = False
-    data: str | None = None
-    instance_prompt: str = "a photo of sks officer"
-    class_prompt: str = "a photo of an officer"
-    class_data: str | None = None
-    num_class_images: int = 8
-    prior_weight: float = 1.0
-    image_size: int = 64
-    sample_steps: int = 20
-    kernels: Literal["auto", "on", "off"] = "auto"
-    loss_tolerance: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("lora_r", "image_size", "sample_steps")
-        if self.image_size % 8:
-            raise RecipeError(f"image_size={self.image_size} must be a multiple of 8")
-        is_weight = 0 <= self.prior_weight < math.inf  # nan is none
-        if not is_weight or (self.prior_weight > 0 and self.num_class_images < 1):
-            raise RecipeError(
-                "prior preservation needs a finite prior_weight >= 0 and num_class_images >= 1"
-            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from deepytorch.cli import (
     bench_scripts,
     bench_train,
     build,
+    check,
+    configure,
     console,
     doctor,
     explain,
@@ -38,7 +40,7 @@ app = typer.Typer(
     # Plain text: nothing is cut to fit a box, here or in a pipe.
     rich_markup_mode=None,
 )
-for command in (doctor, build, run, train, tune, topology, explain, report):
+for command in (doctor, check, build, run, configure, train, tune, topology, explain, report):
     command.add_to(app)
 bench_ddp.add_to(bench.app)
 bench_nccl.add_to(bench.app)

@@ -1,14 +1,24 @@
-"""`deepytorch train RECIPE ...`: a recipe of deepytorch.recipes under torchrun."""
+"""`deepytorch train RECIPE ...`: a recipe of deepytorch.recipes under torchrun.
+
+All that can be known to be wrong is said before a process starts, and without loading torch.
+"""
 
 import difflib
+import logging
+import os
 import pkgutil
+import typing
+from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from deepytorch.cli import help
+from deepytorch.cli import console, help
+
+if typing.TYPE_CHECKING:
+    from deepytorch.recipes._options import RunOptions
 
 _PACKAGE = "deepytorch.recipes"
 # Told to end, a recipe finishes its step and saves, which takes large models minutes. torchrun
@@ -16,13 +26,32 @@ _PACKAGE = "deepytorch.recipes"
 _TO_SAVE_S = 600
 
 
+class _Command(help.Command):
+    """`train --help` lists the recipes, `train RECIPE --help` the recipe's keys."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = [word for word in args if not word.startswith("-")]
+        if "--help" in args and named:
+            find(named[0])
+            ctx.meta["recipe"] = named[0]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        if "recipe" in ctx.meta:
+            _write_keys(formatter, ctx.meta["recipe"])
+        else:
+            _write_recipes(formatter)
+
+
 def add_to(app: typer.Typer) -> None:
     examples = help.examples(
+        "deepytorch train llama_sft --help                 # its keys",
         "deepytorch train llama_sft --compare",
         "deepytorch train llama_sft --nproc-per-node 2 steps=20",
         "deepytorch train llama_sft --dry-run model=path/to/model",
     )
-    app.command(epilog=examples)(train)
+    app.command(epilog=examples, cls=_Command)(train)
 
 
 def train(
@@ -56,27 +85,78 @@ def train(
     """Train a recipe, or compare it with the stock way of training it."""
     find(recipe)
     arguments = [check_setting(text) for text in settings or []]
+    options = _checked(recipe, config, arguments, compare=compare)
     if compare:
         arguments.insert(0, "--compare")
     if dry_run:
         arguments.insert(0, "--dry-run")
     if config is not None:
-        if not config.is_file():
-            raise ValueError(f"no configuration at {config}")
         arguments[:0] = ["--config", str(config)]
 
     from deepytorch.cli import launcher
     from deepytorch_core import config as environment
 
-    environment.set_where_unset({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TO_SAVE_S)})
-    processes = str(nproc_per_node or launcher.num_gpus() or 2)
-    options = launcher.parse(
+    num_gpus = launcher.num_gpus()
+    options.check_device(has_gpu=num_gpus > 0)
+    number = nproc_per_node or options.processes or num_gpus or 2
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TO_SAVE_S)}
+    if number > 1:  # else torchrun takes 1, and says so in five lines
+        cores = len(os.sched_getaffinity(0))
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // number))
+    environment.set_where_unset(variables)
+    if not console.shows_tracebacks():
+        # A rank that refuses its options has said why, and a crash has a table of its own.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    processes = str(number)
+    started = launcher.parse(
         ["--module", f"{_PACKAGE}.{recipe}", *arguments],
         command="deepytorch train",
         default_processes=processes,
     )
-    options.nproc_per_node = processes
-    raise typer.Exit(launcher.launch(options))
+    started.nproc_per_node = processes
+    raise typer.Exit(launcher.launch(started))
+
+
+def _checked(
+    recipe: str, config: Path | None, words: Sequence[str], *, compare: bool
+) -> "RunOptions":
+    """The recipe's options; ValueError for keys, values and files that can't be right."""
+    from deepytorch.recipes import _paths, _settings
+    from deepytorch.recipes._config import load_config
+
+    if config is not None:
+        _paths.refuse_missing("--config", config)
+    options = load_config(_settings.OPTIONS[recipe], config or _yaml_of(recipe), words)
+    options.check_start(compare=compare)
+    return options
+
+
+def _yaml_of(recipe: str) -> Path:
+    from deepytorch import recipes
+
+    return Path(recipes.__path__[0]) / "configs" / f"{recipe}.yaml"
+
+
+def _write_recipes(formatter: Any) -> None:
+    from deepytorch.recipes import DESCRIPTIONS
+
+    with formatter.section("Recipes"):
+        formatter.write_dl([(name, DESCRIPTIONS[name]) for name in recipes()])
+
+
+def _write_keys(formatter: Any, recipe: str) -> None:
+    from deepytorch.recipes import DESCRIPTIONS, _help, _settings
+
+    formatter.write_paragraph()
+    formatter.write_text(f"{recipe}: {DESCRIPTIONS[recipe]}. Its keys, each set as KEY=VALUE:")
+    for title, keys in _help.sections(_settings.OPTIONS[recipe], _yaml_of(recipe)):
+        with formatter.section(title.capitalize()):
+            formatter.write_dl(
+                [
+                    (one.name, f"{one.meaning}  ({one.kind})  [{one.default}]".strip())
+                    for one in keys
+                ]
+            )
 
 
 def recipes() -> list[str]:

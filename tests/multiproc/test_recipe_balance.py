@@ -37,7 +37,7 @@ def train(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
                 accumulation=2,
                 steps=6,
                 warmup_steps=1,
-                learning_rate=1e-2,
+                learning_rate=1e-3,
                 sample_tokens=2,
                 token_balance=choice,
             )

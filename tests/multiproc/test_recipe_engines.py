@@ -72,7 +72,7 @@ def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[li
                 loaded = _checkpoint.load(trainer.engine, path, process, facts=facts)
                 trainer.go_on_after(loaded["step"])
                 for group in trainer.engine.optimizer.param_groups:
-                    assert group["lr"] == trainer.schedule.get_last_lr()[0] == 5e-3 * 0.75
+                    assert group["lr"] == trainer.schedule.get_last_lr()[0] == 5e-3 * 0.5
                     assert group["weight_decay"] == 0.5
             result = trainer.step([next(task.batches) for _ in range(2)])
             dist.all_reduce(result.loss_share)

@@ -126,7 +126,7 @@ def _of_other_data(rank: int, world_size: int, folder: str, arguments: list[str]
 def test_nodes_with_other_data_are_told_before_training(tmp_path: Path) -> None:
     arguments = (str(tmp_path), ["batch_size=2", "held_out=2"])
     told = spawn_ranks(_of_other_data, 2, *arguments, backend="gloo")
-    assert re.search(r"examples of an epoch: \d+ for rank 0 on .* for rank 1 on", told[0]), told
+    assert re.search(r"examples: \d+ for rank 0 on .* for rank 1 on", told[0]), told
     assert "Give all nodes the same files and options" in told[0]
 
 

@@ -22,8 +22,9 @@ from deepytorch.recipes import _checkpoint, _loop, bert_mlm
 from deepytorch.recipes._batches import EndlessBatches
 from deepytorch.recipes._config import RankError, RecipeError
 from deepytorch.recipes._engines import Fsdp2Engine
+from deepytorch.recipes._log import RunLog
 from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process, ScalarLog, make_run_dir
+from deepytorch.recipes._run import Process, make_run_dir
 from deepytorch.recipes._trainer import Trainer
 from deepytorch_core.testing import spawn_ranks
 
@@ -99,11 +100,11 @@ def test_a_run_that_has_taken_its_last_step_finishes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("when", ["__init__", "add_scalar", "close"])
 def test_a_full_disk_costs_the_scalars_alone(tmp_path, monkeypatch, capsys, when):
-    def fail(self, *arguments):
+    def fail(self, *arguments, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SummaryWriter, when, fail)
-    log = ScalarLog(tmp_path)
+    log = RunLog(tmp_path)
     for step in (1, 2):
         log.write(step, loss=1.0, learning_rate=0.1)
     log.close()

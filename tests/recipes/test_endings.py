@@ -46,12 +46,12 @@ def test_ctrl_c_before_training_is_a_line(tmp_path, monkeypatch, capfd):
 
 def test_ctrl_c_ends_a_comparison_with_a_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(StepProgress, "update", lambda self, step, text: press())
-    words = ["save_every=1", "evaluate_every=2", "backend=stock", "wandb=true", "dropout=0"]
+    words = ["save_every=1", "evaluate_every=2", "backend=stock", "trackers=wandb", "dropout=0"]
     assert train(tmp_path, "--compare", *words) == 130
     said = capfd.readouterr()
     assert "bert_mlm: ended by Ctrl-C; there was nothing to save\n" in said.err
     assert "Traceback" not in said.err
-    given = "backend=stock, save_every=1, evaluate_every=2, wandb=true"
+    given = "backend=stock, save_every=1, evaluate_every=2, trackers=wandb"
     assert f"left out    {given}: a comparison trains both backends" in said.out
     dist.destroy_process_group()
 

@@ -116,7 +116,7 @@ def test_text_that_the_output_cannot_show_is_replaced(tmp_path, monkeypatch):
 
 
 def test_compare_finds_equal_losses(tmp_path):
-    settings = (*TINY, "steps=8", "rounding_arm=true", f"output_dir={tmp_path}")
+    settings = (*TINY, "steps=16", "rounding_arm=true", f"output_dir={tmp_path}")
     done = run("--compare", *settings, launcher=TORCHRUN)
     run_dir = run_dir_of(tmp_path)
     result = json.loads((run_dir / "compare.json").read_text())
@@ -129,7 +129,7 @@ def test_compare_finds_equal_losses(tmp_path):
     assert result["arms"]["again"]["backend"] == "gloo"
     assert 0 < result["drift"]["again"]["size"] < 1e-3
     for arm in result["arms"].values():
-        assert len(arm["losses"]) == len(arm["step_time_s"]) == len(arm["num_tokens"]) == 8
+        assert len(arm["losses"]) == len(arm["step_time_s"]) == len(arm["num_tokens"]) == 16
         assert arm["losses"][-1] < arm["losses"][0] - 0.3
         assert arm["tokens_per_s"] > 0
     assert result["native_calls"] > 0

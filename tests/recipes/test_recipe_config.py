@@ -104,12 +104,21 @@ def test_words_and_flags_mix():
     [
         (
             "step=4",
-            "unknown key 'step' in the command line. Did you mean 'steps'? Valid keys: name",
+            "unknown key 'step' in the command line. Did you mean steps?",
         ),
+        ("lr=1", "unknown key 'lr' in the command line. Did you mean learning_rate?"),
+        ("max_seq_length=1", "Did you mean max_length?"),
+        ("bf16=true", "Did you mean precision=bf16?"),
+        ("zzz=1", "unknown key 'zzz' in the command line. Valid keys: name, output_dir"),
+        (["steps=3", "epochs=1"], "steps and epochs at once: leave one out"),
+        ("epochs=0", "epochs must be greater than 0, not 0.0"),
+        ("trackers=wnb", "trackers=wnb: no tracker of that name; known: tensorboard, wandb"),
+        (["optimizer=muon", "engine=fsdp2"], "which optimizer=muon can't train"),
+        ("engine=deepsped", "not 'deepsped'. Did you mean deepspeed?"),
         ("steps", "'steps' is not an option: write key=value"),
-        ("steps=many", "steps must be a int, not 'many'"),
-        ("steps=1.5", "steps must be a int, not 1.5"),
-        ("steps=true", "steps must be a int, not True"),
+        ("steps=many", "steps must be a whole number, not 'many'"),
+        ("steps=1.5", "steps must be a whole number, not 1.5"),
+        ("steps=true", "steps must be a whole number, not True"),
         ("steps=0", "steps must be greater than 0"),
         ("learning_rate=0", "learning_rate must be greater than 0, not 0.0"),
         ("learning_rate=-1", "learning_rate must be greater than 0, not -1.0"),
@@ -118,12 +127,12 @@ def test_words_and_flags_mix():
         ("weight_decay=-1", "weight_decay must be 0 or more and finite, not -1.0"),
         ("weight_decay=.inf", "weight_decay must be 0 or more and finite, not inf"),
         ("weight_decay=.nan", "weight_decay must be 0 or more and finite, not nan"),
-        ("learning_rate=fast", "learning_rate must be a float, not 'fast'"),
-        ("precision=fp4", "precision must be one of fp32, bf16, fp16, fp8, not 'fp4'"),
+        ("learning_rate=fast", "learning_rate must be a number, not 'fast'"),
+        ("precision=fp4", "precision must be one of auto, fp32, bf16, fp16, fp8, not 'fp4'"),
         ("offload=optimizer", "offload=optimizer needs engine=deepspeed or engine=fsdp2"),
         ("num_heads=3", "hidden_size=256 must be a multiple of 2 * num_heads (6)"),
         ("steps=[1", "steps=[1 is not a valid value"),
-        ("steps=4 # or 5", "steps must be a int, not '4 # or 5'"),
+        ("steps=4 # or 5", "steps must be a whole number, not '4 # or 5'"),
         ("warmup_steps=-1", "warmup_steps must be 0 or more, not -1"),
         ("evaluate_every=-2", "evaluate_every must be 0 or more, not -2"),
         ("save_every=-3", "save_every must be 0 or more, not -3"),
@@ -133,7 +142,7 @@ def test_words_and_flags_mix():
 )
 def test_wrong_words_say_what_to_write(word, message):
     with pytest.raises(RecipeError) as failure:
-        load_config(Config, DEFAULT_CONFIG, [word])
+        load_config(Config, DEFAULT_CONFIG, [word] if isinstance(word, str) else word)
     assert message in str(failure.value)
 
 

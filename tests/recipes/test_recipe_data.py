@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from deepytorch.recipes import _hub
 from deepytorch.recipes._batches import EndlessBatches, hold_out
-from deepytorch.recipes._chat import encode, encode_all, prompt_of
+from deepytorch.recipes._chat import encode, encode_one, fitting, prompt_of
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._conversations import (
     Conversation,
@@ -42,6 +42,10 @@ import hashlib
 from deepytorch.recipes._data import standard_library_pairs
 print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
 """
+
+
+def encode_all(conversations, tokenizer, chosen):
+    return fitting([encode_one(one, tokenizer, chosen) for one in conversations], chosen)
 
 
 def options(max_length, **others):
@@ -291,7 +295,11 @@ def test_alpaca_list_and_lines_are_read(tmp_path):
         ("d.json", '[{"instruction": 5, "output": "b"}]', 'field "instruction" is a int'),
         ("d.json", '[{"instruction": "  ", "output": "a"}]', 'field "instruction" is empty'),
         ("d.json", "{}\n{}\n", "Extra data (one record a line is read from a file that ends in .j"),
-        ("d.csv", "a,b", "must end in .json (a list of records), .jsonl (one record a line) or .p"),
+        (
+            "d.docx",
+            "a,b",
+            "must end in .json (a list of records), .jsonl (one record a line)",
+        ),
         ("d", "[]", "must end in .json"),
         (
             "D.JSONL",
@@ -360,7 +368,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path, encoding):
 
 
 def test_missing_data_file_is_named(tmp_path):
-    with pytest.raises(RecipeError, match=r"cannot read data=.*absent\.json"):
+    with pytest.raises(RecipeError, match=r"data=.*absent\.json: no such file"):
         read_conversations(tmp_path / "absent.json")
 
 
@@ -416,7 +424,7 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path):
     path.write_text(json.dumps([{"messages": one} for one in records]))
     chosen = TextOptions(name="test", data=str(path), seed=random.randrange(99), held_out=1)
     with pytest.raises(RecipeError) as failure:
-        prepare_data(chosen, tokenizer, Process(1, 2, torch.device("cpu")))
+        prepare_data(chosen, tokenizer, Process(0, 1, torch.device("cpu")))
     place = f"{path}, line 1, record {number}: the tokenizer's"
     assert str(failure.value).startswith(place)
     assert "(System role not supported)" in str(failure.value)

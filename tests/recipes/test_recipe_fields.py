@@ -324,7 +324,7 @@ def test_what_a_turn_can_not_have_is_refused_by_name(read, turn, message):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "Once"}, "no format that is known. It needs"),
+        ({"words": "Once"}, "no format that is known. It needs"),
         ({"prompt": "Once", "chosen": " a", "rejected": " b"}, "no format that is known"),
         ({"messages": [ASKED, SAID], "instruction": "q"}, "fields of alpaca and of sharegpt: say"),
         (

@@ -16,8 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from deepytorch.recipes import _checkpoint, bert_mlm
 from deepytorch.recipes._config import RecipeError
+from deepytorch.recipes._optimizers import make_schedule
 from deepytorch.recipes._run import Process, StepProgress
-from deepytorch.recipes._trainer import Trainer, warmup_then_cosine
+from deepytorch.recipes._trainer import Trainer
 
 STEPS = 12
 OTHER_DATA = "data        other examples than the checkpoint was trained on"
@@ -126,7 +127,8 @@ def test_a_resumed_run_follows_its_own_options(unbroken, tmp_path, monkeypatch, 
     words = (f"steps={STEPS + 3}", f"learning_rate={rate}", f"weight_decay={decay}")
     assert train(tmp_path / "runs", f"resume={path}", "warmup_steps=2", *words) == 0
     assert OTHER_DATA not in capfd.readouterr().out
-    factor = warmup_then_cosine(2, STEPS + 3)
+    options = bert_mlm.Config(steps=STEPS + 3, warmup_steps=2)
+    (factor,) = make_schedule(torch.optim.SGD([torch.zeros(())], lr=1.0), options).lr_lambdas
     expected = [rate * factor(done) for done in range(STEPS, STEPS + 3)]
     assert used == [(one, one, decay) for one in expected]
 
@@ -297,7 +299,7 @@ def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch, capsys)
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    assert train(tmp_path, "steps=2", "wandb=true") == 0
+    assert train(tmp_path, "steps=2", "trackers=tensorboard, wandb") == 0
     run_dir = only_run_dir(tmp_path)
     assert runs[0]["name"] == run_dir.name
     assert runs[0]["config"]["steps"] == 2
@@ -306,6 +308,6 @@ def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch, capsys)
         pytest.approx(losses(run_dir))
     )
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train(tmp_path, "steps=2", "wandb=true") == 2
+    assert train(tmp_path, "steps=2", "trackers=wandb") == 2
     assert "pip install wandb" in capsys.readouterr().err
     torch.distributed.destroy_process_group()  # an error leaves that to the process's end

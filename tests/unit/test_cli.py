@@ -1,6 +1,7 @@
 """The command line without starting processes: help, errors, what is passed on."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
@@ -17,10 +18,25 @@ from typer.testing import CliRunner
 import deepytorch
 from deepytorch import cli
 from deepytorch.cli import launcher, train
+from deepytorch.recipes import DESCRIPTIONS, RECIPES
+from deepytorch.recipes._config import load_config
+from deepytorch.recipes._settings import OPTIONS
 from deepytorch_core import config
 from deepytorch_core.bench import launch
 
-COMMANDS = ["doctor", "build", "run", "train", "tune", "topology", "explain", "report", "bench"]
+COMMANDS = [
+    "doctor",
+    "test",
+    "build",
+    "run",
+    "config",
+    "train",
+    "tune",
+    "topology",
+    "explain",
+    "report",
+    "bench",
+]
 
 
 def invoke(*arguments):
@@ -343,13 +359,13 @@ def test_train_starts_the_recipe(launched, recipes, tmp_path):
     config_file = tmp_path / "own.yaml"
     config_file.write_text("steps: 1\n")
     result = invoke(
-        "train", "llama_sft", "--compare", "steps=3", "--config", str(config_file), "lr=1e-4"
+        "train", "llama_sft", "--compare", "steps=3", "--config", str(config_file), "seed=4"
     )
     assert result.exit_code == 7
     (options,) = launched
     assert options.module
     assert options.training_script == "deepytorch.recipes.llama_sft"
-    expected = ["--config", str(config_file), "--compare", "steps=3", "lr=1e-4"]
+    expected = ["--config", str(config_file), "--compare", "steps=3", "seed=4"]
     assert options.training_script_args == expected
     assert options.nproc_per_node == "2"
 
@@ -367,6 +383,12 @@ def test_train_with_processes(launched, recipes):
         (["llama_sft", "steps"], "'steps' is no setting"),
         (["llama_sft", "=3"], "'=3' is no setting"),
         (["llama_sft", "--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["llama_sft", "lr=1"], "unknown key 'lr'.*Did you mean learning_rate?"),
+        (["llama_sft", "data=/no/such.jsonl"], "data=/no/such.jsonl: no such file"),
+        (["llama_sft", "model=/no/such"], "model=/no/such: no such file"),
+        (["llama_sft", "resume=/no/such"], "resume=auto takes the newest run called llama_sft"),
+        (["llama_sft", "--compare", "engine=fsdp2"], "--compare trains both arms"),
+        (["llama_sft", "device=cuda"], "shows no GPU: set device=cpu"),
     ],
 )
 def test_train_says_what_is_wrong(launched, recipes, arguments, message):
@@ -385,6 +407,43 @@ def test_installed_recipes_are_found_without_importing_them(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(train, "_PACKAGE", "some_recipes")
     assert train.recipes() == ["good"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_of_a_recipe_has_each_key_with_its_default(recipe):
+    shown = " ".join(invoke("train", recipe, "--help").output.split())
+    for field in dataclasses.fields(OPTIONS[recipe]):
+        default = "null" if field.default is None else str(field.default)
+        default = default.lower() if isinstance(field.default, bool) else default
+        assert re.search(rf" {field.name} .*?\[{re.escape(default)}\]", shown), field.name
+
+
+def test_help_of_train_lists_the_recipes():
+    shown = " ".join(invoke("train", "--help").output.split())
+    for recipe, description in DESCRIPTIONS.items():
+        assert f"{recipe} {description}" in shown
+
+
+# config
+
+
+def test_config_asks_and_train_takes_the_answers(launched, monkeypatch, tmp_path):
+    file = tmp_path / "own.yaml"
+    typed = "cpu\n0\n3\nfsdp\nfsdp2\nbf16\n"
+    asked = CliRunner().invoke(cli.app, ["config", str(file)], input=typed)
+    assert asked.exit_code == 0, asked.output
+    assert "'fsdp' is none of ddp, fsdp2" in asked.output
+    options = load_config(OPTIONS["llama_sft"], file)
+    assert (options.device, options.processes) == ("cpu", 3)
+    assert (options.engine, options.precision) == ("fsdp2", "bf16")
+    invoke("train", "llama_sft", "--config", str(file))
+    assert launched[0].nproc_per_node == "3"
+
+
+def test_config_takes_what_the_machine_suggests(tmp_path):
+    file = tmp_path / "own.yaml"
+    assert invoke("config", "--default", str(file)).exit_code == 0
+    assert load_config(OPTIONS["bert_mlm"], file).engine == "ddp"
 
 
 # bench, of which test_cli_bench.py has more

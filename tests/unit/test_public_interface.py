@@ -81,6 +81,8 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--html": Path("deepytorch-compare.html"),
         "--json": None,
     },
+    "test": {},
+    "config": {"file": Path("deepytorch.yaml"), "--default": False},
     "train": {
         "recipe": None,
         "settings": None,

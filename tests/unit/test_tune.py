@@ -332,10 +332,11 @@ def test_progress_is_lines_where_there_is_no_terminal() -> None:
         progress.ended("trial 1", trial(setting(num_sockets=4), 0.008), best)
         progress.ended("trial 2", trial(setting(num_sockets=8), 0.02, "failed: x"), best)
     first, second, third = stream.getvalue().splitlines()
-    assert first.split() == ["defaults", "defaults", "10.00", "ms", "a", "step"]
+    assert first.split()[:6] == ["defaults", "defaults", "10.00", "ms", "a", "step"]
     assert "num_sockets=4" in second
-    assert second.endswith("-20.0%  best so far")
-    assert third.endswith("failed: x")
+    assert "-20.0%  best so far  (trial 2 of at most 17, " in second
+    assert second.endswith(" left at this pace)")
+    assert "failed: x  (trial 3 of at most 17, " in third
 
 
 @pytest.mark.parametrize("no_color", [False, True])

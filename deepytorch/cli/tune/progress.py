@@ -19,6 +19,7 @@ from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
 from deepytorch_core.tune.search import Trial
 
 _SHOWN = 12
+_LONG_S = 120  # beyond it an estimate is said in minutes
 
 
 class Progress:
@@ -78,7 +79,8 @@ class Progress:
             self._best = trial
         self._trials.append((name, trial))
         if self._live is None:
-            self.say(f"{name:<11} {_plain(trial, self._default_s, is_best=self._best is trial)}")
+            told = _plain(trial, self._default_s, is_best=self._best is trial)
+            self.say(f"{name:<11} {told}{self._outlook()}")
 
     def watched(
         self, name: Callable[[], str], measure: Callable[[Setting, Trial | None], Trial]
@@ -93,6 +95,16 @@ class Progress:
             return trial
 
         return shown
+
+    def _outlook(self) -> str:
+        """Which trial this was of about how many, and how long the rest takes at this pace."""
+        if not self._spent or self._spent >= self._budget:
+            return ""
+        number = len(self._trials)
+        most = max(number, round(number * self._budget / self._spent))
+        left = (time.monotonic() - self._began) * (self._budget / self._spent - 1)
+        shown = f"{left:.0f} s" if left < _LONG_S else f"{left / 60:.0f} min"
+        return f"  (trial {number} of at most {most}, {shown} left at this pace)"
 
     def _picture(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -109,7 +121,7 @@ class Progress:
                 style=style,
             )
         passed = time.monotonic() - self._began
-        share = Text(f" {self._spent} of {self._budget} steps, {passed:.0f} s")
+        share = Text(f" {self._spent} of {self._budget} steps, {passed:.0f} s{self._outlook()}")
         bar = Table.grid()
         bar.add_row(ProgressBar(total=self._budget, completed=self._spent, width=30), share)
         running = Spinner("dots", Text(f" {self._now}")) if self._now else Text("")

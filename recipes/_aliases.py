@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other trainers call the options, so that who is used to them is told our names."""
+
+ALIASES: dict[str, str] = {
+    **dict.fromkeys(("lr", "learningrate"), "learning_rate"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "n_epochs", "epoch"), "epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations", "iters"), "steps"),
+    **dict.fromkeys(
+        (
+            *("per_device_train_batch_size", "micro_batch_size", "train_batch_size"),
+            *("bs", "batch", "local_batch_size"),
+        ),
+        "batch_size",
+    ),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "grad_acc"), "accumulation"),
+    **dict.fromkeys(
+        ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "seq_len", "block_size"),
+        "max_length",
+    ),
+    **dict.fromkeys(("dataset", "datasets", "train_file", "data_path", "dataset_name"), "data"),
+    **dict.fromkeys(("model_name_or_path", "base_model", "model_id", "model_name"), "model"),
+    **dict.fromkeys(("save_steps", "checkpoint_every"), "save_every"),
+    **dict.fromkeys(("eval_steps", "eval_every", "eval_interval"), "evaluate_every"),
+    **dict.fromkeys(("save_total_limit",), "keep_checkpoints"),
+    **dict.fromkeys(("resume_from_checkpoint",), "resume"),
+    **dict.fromkeys(("lora_rank", "rank"), "lora_r"),
+    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip", "gradient_clipping"), "max_grad_norm"),
+    **dict.fromkeys(("mixed_precision", "dtype", "torch_dtype"), "precision"),
+    **dict.fromkeys(("torch_compile",), "compile"),
+    **dict.fromkeys(("output", "out_dir", "output_folder"), "output_dir"),
+    **dict.fromkeys(("run_name", "experiment"), "name"),
+    **dict.fromkeys(("val_set_size", "test_size", "eval_size"), "held_out"),
+    **dict.fromkeys(("lr_scheduler_type", "scheduler", "lr_schedule", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("optim",), "optimizer"),
+    **dict.fromkeys(("report_to", "logger", "log_with"), "trackers"),
+    **dict.fromkeys(("warmup", "warmup_ratio"), "warmup_steps"),
+    "wandb": "trackers=wandb",
+    "bf16": "precision=bf16",
+    "fp16": "precision=fp16",
+    "fp8": "precision=fp8",
+    "zero": "engine=deepspeed zero_stage=2",
+    "deepspeed": "engine=deepspeed",
+    "fsdp": "engine=fsdp2",
+    "ddp": "engine=ddp",
+    "finetuning_type": "method",
+    "activation_checkpointing": "gradient_checkpointing",
+    "nproc_per_node": "--nproc-per-node",
+    "nproc": "--nproc-per-node",
+    "num_processes": "--nproc-per-node",
+}
+"""Other names, in lower case with underscores, and what to write here; keys that no recipe has."""
