@@ -112,7 +112,7 @@ def _repeated(repeated: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> lis
 def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for record in (each for each in records if each.get("bench") == "soak"):
-        how = f"`{record['command']}`" if "held" in record else "`make soak`"
+        how = f"`{record['command']}`" if record.keys() & {"held", "attack"} else "`make soak`"
         lines.append(f"* {how}: {_of_soak(record)}; {record['machine']['name']}.")
     lines += _of_fuzzing([each for each in records if each.get("bench") == "fuzz"])
     hangs: dict[str, list[bool]] = {}
@@ -153,6 +153,13 @@ def _of_soak(record: Mapping[str, Any]) -> str:
     if record.get("bytes_per_cycle"):
         most = max(record["bytes_per_cycle"])
         what += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
+    if attack := record.get("attack"):
+        what += (
+            f", {record['by_gloo']:,} of them carried out by gloo as well with the same result, "
+            f"while another user sent {attack['datagrams']:,} forged or random messages to the "
+            f"job's local sockets and opened {attack['connections']:,} connections with garbage or "
+            "nothing to its sockets and ports"
+        )
     if held := record.get("held"):
         what += f"; {_of_second_half(held)}"
     return f"{what}; {len(record['failures'])} failures"
