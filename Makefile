@@ -42,7 +42,7 @@ into = $(if $(HASHES),$(HASHED) --upgrade --target $(VENV)/$(1) -r .ci/requireme
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test setup check lint build-native test-native test-python test-extended test-network test-tensorflow \
-        test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
+        test-hangs test-faults test-frameworks soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
 help: ## this list
@@ -223,6 +223,9 @@ test-faults: venv adapter ## every fault on every path in every phase, about ten
 	  $(addprefix --beside ,$(wildcard docs/faults-*.jsonl))
 	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py \
 	  tests/faults/check_resize.py
+
+test-frameworks: venv adapter $(OPERATORS) ## plants faults in jobs of every framework, 15 minutes (build/faults-frameworks.jsonl)
+	$(BIN)/python tests/faults/frameworks.py --json build/faults-frameworks.jsonl
 
 MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups (build/soak.jsonl)
