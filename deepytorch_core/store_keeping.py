@@ -158,11 +158,16 @@ def _others(port: int) -> int:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as own:
             if own.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            mine = own.getsockname()[:2]
+            mine = _address(own.getsockname())
             local.add(mine)
             if mine[1] == port:
                 if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     is_served = True
                 else:
-                    served.add(own.getpeername()[:2])
+                    served.add(_address(own.getpeername()))
     return len(served - local) if is_served else 0
+
+
+def _address(name: tuple[Any, ...]) -> tuple[str, int]:
+    """Host and port, the same whether a socket of IPv6 or one of IPv4 tells of it."""
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -88,3 +89,29 @@ def test_nobody_is_waited_for_without_need(how: str) -> None:
     statuses, done, ended_at = run(how)
     assert statuses == {0: 3 if how == "raises" else 0, 1: 0, 2: 0}
     assert ended_at < done[0] + SOON_S
+
+
+def test_connections_of_this_process_are_no_others() -> None:
+    from deepytorch_core import store_keeping
+
+    def connected(server: socket.socket, family: socket.AddressFamily, host: str) -> socket.socket:
+        client = socket.socket(family)
+        client.connect((host, server.getsockname()[1]))
+        return client
+
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind(("::", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        by_4 = connected(server, socket.AF_INET, "127.0.0.1")
+        by_6 = connected(server, socket.AF_INET6, "::ffff:127.0.0.1")
+        accepted = [server.accept()[0] for _ in range(2)]
+        try:
+            assert store_keeping._others(port) == 0
+            by_4.close()  # its end is another's now, as far as this process can tell
+            assert store_keeping._others(port) == 1
+        finally:
+            for each in (by_4, by_6, *accepted):
+                each.close()
+    assert store_keeping._others(port) == 0
