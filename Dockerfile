@@ -8,19 +8,24 @@ FROM python:3.12-slim AS build
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH DEEPYTORCH_CACHE_DIR=/opt/deepytorch
+ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /src
 COPY . .
 # torch first and by itself, so that it is this build of it.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 && \
-    pip install --no-cache-dir -c constraints.txt ".[recipes]" && \
-    deepytorch build
+    pip install --no-cache-dir -c constraints.txt ".[recipes]"
+# Beside the package, where a released wheel has it: root's, and any user may load it.
+WORKDIR /
+RUN folder="$(python -c 'import deepytorch_core; print(*deepytorch_core.__path__)')/_prebuilt" && \
+    deepytorch build --output "$folder" && chmod -R a+rX,go-w "$folder"
 
-# No compiler here: the adapter comes compiled.
+# No compiler here: the adapter comes compiled. No root either: --user may name any other number.
 FROM python:3.12-slim
 COPY --from=build /opt /opt
-ENV PATH=/opt/venv/bin:$PATH DEEPYTORCH_CACHE_DIR=/opt/deepytorch
+RUN useradd --uid 10001 --create-home trainer && install -d -o trainer -g trainer /train
+ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /train
+USER 10001
 ENTRYPOINT ["deepytorch"]
 CMD ["report"]

@@ -6,6 +6,11 @@ BIN := $(VENV)/bin
 # kept whatever the environment says, or each of the tests' many processes would make it anew.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+# HASHES=1, as in continuous integration: what is installed has to be the files whose hashes .ci/hashes
+# has noted, for Python 3.11 on Linux x86-64. torch is another build for each kind of machine.
+HASHES ?=
+HASHED := $(BIN)/pip --disable-pip-version-check install -q --no-compile --no-deps \
+          --no-build-isolation --require-hashes
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=OFF \
                -DDPT_BUILD_TESTS=ON -DDPT_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
@@ -31,9 +36,13 @@ NATIVE_SETTINGS := build-dir=build/native \
 # The virtual environment's tools (cmake, ninja, compilers' helpers) come first, also for children.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# A folder of the environment, and what is installed into it.
+into = $(if $(HASHES),$(HASHED) --upgrade --target $(VENV)/$(1) -r .ci/requirements/$(1).txt,\
+  $(PIP) --no-deps --upgrade --target $(VENV)/$(1) $(2))
+
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
 .PHONY: help venv adapter demo test setup check lint build-native test-native test-python test-extended test-network test-tensorflow \
-        test-hangs test-faults soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
+        test-hangs test-faults test-frameworks soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
 help: ## this list
@@ -45,26 +54,27 @@ $(VENV)/.tools: constraints.txt
 	@.ci/system python compiler
 	@echo "Setting up $(VENV) (about two minutes) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel
+	@$(if $(HASHES),$(HASHED) -r .ci/requirements/tools.txt,\
+	  $(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel)
 	@touch $@
 
 $(VENV)/.dependencies: $(VENV)/.tools pyproject.toml constraints.txt
 	@# On its own, so that nothing else pulls in a second, larger build of it.
-	@$(PIP) torch
+	@$(PIP) $(if $(HASHES),--no-deps) torch
 	@# The project's own dependencies, without building it: that is the next step.
 	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	  e = p['optional-dependencies']; [e.pop(x) for x in ('all', 'examples', 'fp8')]; \
 	  print(*p['dependencies'], *sum(e.values(), []), sep='\n')" > $(VENV)/requirements.txt
 	@# DeepSpeed's own build asks for the torch that is there, so it can't be isolated.
+	@$(if $(HASHES),DS_BUILD_OPS=0 $(HASHED) -r .ci/requirements/venv.txt)
 	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r $(VENV)/requirements.txt
 	@# Apart: packaged for CUDA it breaks whoever imports it beside a torch without (transformers).
-	@$(PIP) --no-deps --upgrade --target $(VENV)/vision torchvision timm
+	@$(call into,vision,torchvision timm)
 	@# Apart: peft and diffusers import it wherever it is, a second in every process.
-	@$(PIP) --no-deps --upgrade --target $(VENV)/fp8 torchao
+	@$(call into,fp8,torchao)
 	@# Apart: they ask for an older torch, and accelerate and transformers import what is there.
-	@$(PIP) --no-deps --upgrade --target $(VENV)/trainers pytorch-ignite mosaicml torchmetrics \
-	  lightning-utilities torch-optimizer pytorch-ranger coolname tabulate py-cpuinfo \
-	  importlib-metadata zipp
+	@$(call into,trainers,pytorch-ignite mosaicml torchmetrics lightning-utilities torch-optimizer \
+	  pytorch-ranger coolname tabulate py-cpuinfo importlib-metadata zipp)
 	@touch $@
 
 # An editable install knows the files that were there, so a folder that changed installs again.
@@ -179,6 +189,7 @@ test-hangs: venv adapter ## plants COUNT hangs in scripts, ours and others', and
 $(VENV)/.group-%: $(VENV)/.project pyproject.toml constraints.txt
 	@$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')) \
 	  ['dependency-groups']['$*'], sep='\n')" > $(VENV)/$*.txt
+	@$(if $(HASHES),$(HASHED) -r .ci/requirements/$*.txt)
 	@$(PIP) -r $(VENV)/$*.txt
 	@touch $@
 
@@ -223,6 +234,9 @@ test-faults: venv adapter ## every fault on every path in every phase, about ten
 	  $(addprefix --beside ,$(wildcard docs/faults-*.jsonl))
 	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py \
 	  tests/faults/check_resize.py
+
+test-frameworks: venv adapter $(OPERATORS) ## plants faults in jobs of every framework, 15 minutes (build/faults-frameworks.jsonl)
+	$(BIN)/python tests/faults/frameworks.py --json build/faults-frameworks.jsonl
 
 MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups (build/soak.jsonl)

@@ -219,10 +219,11 @@ def _arm(c10d: ModuleType) -> None:
     global _active
     assert _active is not None
     try:
-        from deepytorch_core import c10d_patches, registered, torch_sites
+        from deepytorch_core import c10d_patches, registered, store_keeping, torch_sites
 
         apart.install(c10d, _active.patches)
         c10d_patches.install(c10d, _active.patches)
+        store_keeping.install(c10d, _active.patches)
         torch_sites.install(c10d, _active.patches)
         registered.install(_active.patches)
     except Exception as error:

@@ -143,12 +143,15 @@ def note_group(name: str, size: int) -> None:
 
 def join(store: Any, *, rank: int, size: int) -> Callable[[], None]:
     """Call it where a default group of ours is made; returns what to call when it has ended."""
+    from deepytorch_core import store_keeping
     from deepytorch_core.hang import live
 
     leave = live.join(store, rank=rank, size=size)
+    let_go = store_keeping.join(store)
 
     def closed() -> None:
         leave()
+        let_go()
         config.withdraw()
 
     return closed

@@ -45,7 +45,7 @@ def register() -> int:
         return 0
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        thread = unlisted.Thread(_serve, (reading,), name="deepytorch-stacks")
+        thread = unlisted.Thread(_serve, (reading, chosen), name="deepytorch-stacks")
         thread.start()
         name = f"{record.STACKS_NAME}@{reading}.{thread.native_id}"
         memory = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -81,7 +81,9 @@ def _forget() -> None:
         os.close(descriptor)
 
 
-def _serve(questions: int) -> None:
+def _serve(questions: int, number: int) -> None:
+    # A program may have blocked all signals before it started threads: one must take this.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     with contextlib.suppress(OSError):
         while os.read(questions, 1):
             text = _all_stacks().encode(errors="replace")

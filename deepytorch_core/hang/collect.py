@@ -94,7 +94,7 @@ def ranks(
     if stacks_limit_s is not None:
         signals = {one.pid: one.signal for one in records}
         answers = stacks.ask_all(signals, limit_s=stacks_limit_s, gently=gently)
-    found = {one.rank: _rank(one, answers.get(one.pid, "")) for one in records}
+    found = {one.rank: _rank(one, answers.get(one.pid)) for one in records}
     for one in records:
         for peer, pid in one.peers.items():
             if peer not in found:
@@ -112,8 +112,11 @@ def together(local: list[Rank], others: Iterable[Rank], elsewhere: list[int]) ->
     return sorted([*local, *told], key=lambda one: one.rank)
 
 
-def _rank(one: Record, answer: str) -> Rank:
+def _rank(one: Record, answer: str | None) -> Rank:
+    """`answer`: its stacks; empty if it gave none, None if it was not asked."""
     state, detail = processes.state(one.pid)
+    if answer == "" and state == evidence.RUNNING:
+        detail = processes.main_thread(one.pid)
     return Rank(
         rank=max(one.rank, 0),
         host=one.host,
@@ -123,8 +126,8 @@ def _rank(one: Record, answer: str) -> Rank:
         idle_s=one.idle_s,
         groups=one.groups,
         operations=tail(one.operations),
-        frames=stacks.main_thread(answer),
-        stacks=answer,
+        frames=stacks.main_thread(answer or ""),
+        stacks=answer or "",
     )
 
 

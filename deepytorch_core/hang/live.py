@@ -313,7 +313,8 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
     from torch._C._distributed_c10d import PrefixStore
 
     # A connection of its own: another thread may be waiting in the store.
-    store = PrefixStore(f"case/{case}", _clone(home))
+    clone = _clone(home)
+    store = PrefixStore(f"case/{case}", clone)
     if stores.first(store, "judge", str(home.rank), limit_s=_JUDGE_LIMIT_S) != str(home.rank):
         _answer(home, store)
         if stores.wait(store, ["verdict"], _VERDICT_LIMIT_S):
@@ -334,9 +335,11 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
             if rank not in ranks or ranks[rank].process == evidence.MISSING:
                 ranks[rank] = _without_answer(home.store, rank)
     found = judge(ranks.values())
-    sentence = "" if found.kind == verdict.NO_HANG else found.sentence
+    told = verdict.with_cause(found, lambda rank: stores.there(clone, f"failed/{rank}"))
+    sentence = "" if found.kind == verdict.NO_HANG else told
     store.set("verdict", json.dumps(sentence))
     if sentence:
+        clone.set(f"failed/{home.rank}", sentence)
         everything = [ranks[rank] for rank in sorted(ranks)]
         say(f"{sentence}\n{table.full(everything, found)}", level="error")
     return sentence

@@ -30,6 +30,21 @@ def state(pid: int) -> tuple[str, str]:
     return evidence.RUNNING, ""
 
 
+def main_thread(pid: int) -> str:
+    """What a process's main thread does as the system sees it, for one that gave no Python stack.
+
+    "its main thread waits in the kernel (futex_wait)"; empty where the system doesn't say.
+    """
+    try:
+        letter = _stat(f"{pid}/task/{pid}")[0]
+    except (OSError, IndexError):
+        return ""
+    if letter == "R":
+        return "its main thread computes, in native code if something keeps the GIL"
+    function = _kernel_function(pid).removeprefix("in ")
+    return "its main thread waits in the kernel" + (f" ({function})" if function else "")
+
+
 def ancestors(pid: int) -> list[int]:
     """Who started the process, who started that one, and so on; the next first."""
     found: list[int] = []

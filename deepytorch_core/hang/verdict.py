@@ -9,7 +9,7 @@ for, or the program is not what is stuck.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from deepytorch_core.hang import evidence, stacks, words
@@ -23,6 +23,9 @@ MISSING = "missing"
 MISMATCH = "mismatch"
 CROSSED = "crossed"
 ALL_INSIDE = "all inside"
+
+# Ranks whose operations fail within so long of each other have failed of the same cause.
+_TOGETHER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def judge(
         ranks: evidence of as many ranks as there is; a rank that should be there and is not may
             be left out.
         failed: group and number of an operation that has just timed out, and whether it is a
-            message: ranks whose call of it has failed count as waiting in it.
+            message: ranks whose call of it has failed count as waiting in it, and so do ranks
+            of which another operation has just failed in that.
         gave_up: group on whose GPUs a kernel has just given up: its newest operation counts as
             waited in, also where all ranks have begun as many.
         least_s: waits that are younger are none.
@@ -92,6 +96,19 @@ def lasting(ranks: Iterable[Rank], earlier: Iterable[Rank]) -> list[Rank]:
         replace(rank, operations=tuple(since(rank, one) for one in rank.operations))
         for rank in ranks
     ]
+
+
+def with_cause(found: Verdict, failed: Callable[[int], str | None]) -> str:
+    """The sentence of a verdict; of a rank that has ended it says what had kept that waiting.
+
+    Args:
+        found: the verdict.
+        failed: what a rank was told of its own operation that failed, if one did.
+    """
+    if found.kind != GONE or not found.ranks:
+        return found.sentence
+    cause = failed(found.ranks[0])
+    return found.sentence + (f"; its own operation had failed: {cause}" if cause else "")
 
 
 def is_same(one: Verdict, other: Verdict) -> bool:
@@ -170,16 +187,32 @@ class _Case:
         ]
         if not inside:
             return None
-        chosen = min(inside, key=lambda each: (each.is_message, each.asynchronous))
+        chosen = min(
+            inside,
+            key=lambda each: (
+                self._has_failed_elsewhere(each),
+                each.is_message,
+                each.asynchronous,
+            ),
+        )
         group = rank.group(chosen.group)
         assert group is not None
         return Wait(rank.rank, chosen, group.ranks)
 
     def _is_inside(self, operation: Operation) -> bool:
-        if operation.state == evidence.ENTERED:
-            return True
+        return operation.state == evidence.ENTERED or self._has_just_failed(operation)
+
+    def _has_just_failed(self, operation: Operation) -> bool:
+        if operation.state != evidence.FAILED or self.failed is None:
+            return False
+        ended_age_s = operation.ended_age_s
+        is_fresh = ended_age_s is not None and ended_age_s < _TOGETHER_S
+        return is_fresh or not self._has_failed_elsewhere(operation)
+
+    def _has_failed_elsewhere(self, operation: Operation) -> bool:
+        """Whether it has failed, and is not the operation that is asked about."""
         this = (operation.group, operation.sequence, operation.is_message)
-        return operation.state == evidence.FAILED and this == self.failed
+        return operation.state == evidence.FAILED and this != self.failed
 
     def _waits_on_devices(self) -> dict[int, Wait]:
         """Ranks whose newest operations on a device go beyond what some member has begun.

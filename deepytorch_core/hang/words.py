@@ -78,7 +78,9 @@ def state(known: Rank) -> str:
         return f"it waits in the kernel for a device or a file system{_detail(known)}{for_long}"
     place = stacks.where(known.frames)
     if place is None:
-        return f"it is outside of any operation{for_long}, and gave no Python stack"
+        facts = [each for each in (known.detail, _last(known)) if each]
+        text = f"it is outside of any operation{for_long}, and gave no Python stack"
+        return text + (f": {', '.join(facts)}" if facts else "")
     return f"it is in {frame(place)}{for_long}"
 
 
@@ -95,6 +97,11 @@ def last_call(known: Rank) -> str:
             where = f"{os.path.basename(each.at.file)}:{each.at.line or '?'} {each.at.function}"
             return f"called {each.op} #{each.sequence} at {where}"
     return ""
+
+
+def _last(known: Rank) -> str:
+    call = last_call(known)
+    return f"its last known call is {call.removeprefix('called ')}" if call else ""
 
 
 def frame(known: evidence.Frame) -> str:

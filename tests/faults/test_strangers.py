@@ -1,57 +1,24 @@
-"""Another user of the machine writes to a job's local sockets: nothing counts, nobody waits."""
+"""Another user of the machine attacks a job's sockets: nothing counts, nobody waits."""
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
+import json
 import os
-import socket
+import random
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.testing import spawn_ranks
+from deepytorch_core.testing import spawn_ranks, strangers
+from deepytorch_core.testing.soak import __main__ as soak
 
-STRANGER = 12_346
 LIMIT_S = 8.0
-ROUNDS = 12
+ROUNDS = 30
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-
-
-def datagram_sockets() -> list[str]:
-    """Names of all abstract ones, without their zero byte."""
-    found = []
-    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        words = line.split()
-        if len(words) == 8 and words[4] == "0002" and words[7].startswith("@"):
-            found.append(words[7][1:])
-    return found
-
-
-def write_to_all(counted: Any) -> None:
-    """Forge answers to questions, invitations and noise, until terminated."""
-    os.setgroups([])
-    os.setresgid(STRANGER, STRANGER, STRANGER)
-    os.setresuid(STRANGER, STRANGER, STRANGER)
-    own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    texts = [f"{number} +0 0".encode() for number in range(1, 30)]
-    texts += [b"0 invite x y", b"", os.urandom(4000)]
-    names: list[str] = []
-    for number in itertools.count():
-        if number % 20 == 0 or not names:
-            names = datagram_sockets()
-        for name in names:
-            for text in texts:
-                try:
-                    own.sendto(text, socket.MSG_DONTWAIT, "\0" + name)
-                except OSError:
-                    continue
-                counted.value += 1
 
 
 def exchange(rank: int, world_size: int) -> tuple[float, bool]:
@@ -71,15 +38,22 @@ def exchange(rank: int, world_size: int) -> tuple[float, bool]:
 
 
 def test_messages_come_through_whatever_a_stranger_sends() -> None:
-    context = multiprocessing.get_context("fork")
-    counted = context.Value("q", 0, lock=False)
-    stranger = context.Process(target=write_to_all, args=(counted,))
-    stranger.start()
-    try:
+    with strangers.attacked() as sent:
         found = spawn_ranks(exchange, 2, backend="deepytorch", timeout_s=100.0)
-    finally:
-        stranger.terminate()
-        stranger.join()
     assert all(is_right for _, is_right in found)
     assert all(longest < LIMIT_S for longest, _ in found)
-    assert counted.value > 1000, "nobody listened to the stranger"
+    assert sent.datagrams > 1000, "nobody listened to the stranger"
+
+
+# python -m deepytorch_core.testing.soak --attack --minutes 10 does so for longer.
+@pytest.mark.parametrize("nodes", ["", "aab"])
+def test_random_collectives_are_right_under_attack(nodes: str, tmp_path: Path) -> None:
+    record = tmp_path / "soak.jsonl"
+    seed = str(random.randrange(1 << 30))
+    arguments = ["--attack", "--ranks", "3", "--cycles", "0", "--seed", seed, "--nodes", nodes]
+    assert soak.main([*arguments, "--minutes", "0.05", "--json", str(record)]) == 0, seed
+    (told,) = map(json.loads, record.read_text().splitlines())
+    assert told["failures"] == []
+    assert told["by_gloo"] > 10
+    assert told["attack"]["datagrams"] > 100
+    assert told["attack"]["connections"] > 100

@@ -223,6 +223,7 @@ def test_deactivating_leaves_torch_as_it_was() -> None:
         "batch_isend_irecv",
         "forward",
         "monitored_barrier",
+        "rendezvous",
         "split_group",
     ]
     assert lines[1:] == ["[]", "gloo cpu:gloo,cuda:gloo"]

@@ -54,6 +54,34 @@ def test_cells_say_what_came_of_each_case() -> None:
     assert "4 cases, run on: 2-core box, torch 2.13" in page
 
 
+def test_faults_in_frameworks_have_a_table() -> None:
+    def found(planted: str, **changes: Any) -> dict[str, Any]:
+        return {
+            "bench": "framework faults",
+            "framework": "DDP",
+            "planted": planted,
+            "named": True,
+            "took_s": 0.24,
+            "message": "rank 2 | died",
+            "machine": {"name": "2-core box"},
+            "versions": {"torch": "2.13"},
+            **changes,
+        }
+
+    page = render(
+        [
+            record("SIGKILL", "shm", "init"),
+            found("killed", named=False),
+            found("killed"),
+            found("slow", took_s=None, named=False, message="x" * 999),
+        ]
+    )
+    assert "1 of 2 faults are named; 2-core box, torch 2.13." in page
+    assert "| DDP | killed | yes | 0.2 s | `rank 2 \\| died` |" in page
+    assert "| DDP | slow | **NO** | goes on | `xxx" in page
+    assert max(map(len, page.splitlines())) < 400
+
+
 def test_the_last_record_of_a_case_counts() -> None:
     page = render([record("SIGKILL", "shm", "init", wrong=["x"]), record("SIGKILL", "shm", "init")])
     assert "WRONG**:" in page  # the legend's

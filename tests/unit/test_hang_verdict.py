@@ -290,6 +290,26 @@ def test_a_pipeline_leads_to_its_slowest_stage() -> None:
     assert (found.kind, found.ranks) == (verdict.NEVER_ENTERED, (0,))
 
 
+@pytest.mark.parametrize("ago_s", [0.2, 60.0])
+def test_a_stage_that_has_just_failed_leads_on_to_whom_it_waited_for(ago_s: float) -> None:
+    """Later than that it is known to have gone on, and to do something else."""
+    failed = {"state": evidence.FAILED, "ended_age_s": ago_s}
+    first = rank(0, dataclasses.replace(message("recv", 1), **{**failed, "ended_age_s": 0.0}))
+    second = rank(1, dataclasses.replace(message("recv", 2), **failed, sequence=7))
+    found = judge([first, second, rank(2, op(4))], failed=("dp", 1, True))
+    assert found.kind == verdict.NEVER_ENTERED
+    assert found.ranks == ((2,) if ago_s < 1 else (1,)), found.sentence
+
+
+def test_of_a_rank_that_has_ended_it_is_said_what_it_had_waited_for() -> None:
+    found = judge([rank(0, message("recv", 1)), rank(1, op(4), process=evidence.GONE)])
+    told = verdict.with_cause(found, {1: "rank 2 never sent"}.get)
+    assert told == f"{found.sentence}; its own operation had failed: rank 2 never sent"
+    assert verdict.with_cause(found, lambda rank: None) == found.sentence
+    alive = judge([rank(0, message("recv", 1)), rank(1, op(4))])
+    assert verdict.with_cause(alive, {1: "rank 2 never sent"}.get) == alive.sentence
+
+
 def test_a_message_from_anybody() -> None:
     found = judge([rank(0, message("recv", -1)), *(rank(n, op(1)) for n in (1, 2, 3))])
     assert (found.kind, found.ranks) == (verdict.NEVER_ENTERED, (1, 2, 3))

@@ -28,6 +28,8 @@ processes, shared memory mapped, names in /dev/shm), and that the survivors can 
 * **WRONG**: not what is promised; see below the tables.
 * A dash: the combination makes no sense or was not run on this machine.
 """
+_LIMIT = "6 s"  # of tests/faults/frameworks.py
+_MOST_SAID = 150
 _PHASES = {
     "init": "before the ranks meet",
     "between": "while nothing runs",
@@ -39,8 +41,9 @@ _PHASES = {
 def render(records: Sequence[Mapping[str, Any]]) -> str:
     """The page. Of several records of a case the last counts.
 
-    Records of the soak, of fuzzing, of planted hangs (tests/faults/hangs.py) and of what the flight
-    record costs (tests/faults/record_cost.py) may be among them.
+    Records of the soak, of fuzzing, of planted hangs (tests/faults/hangs.py), of faults in every
+    framework (tests/faults/frameworks.py) and of what the flight record costs
+    (tests/faults/record_cost.py) may be among them.
 
     Raises ValueError for a record of a case that the table does not have, or no record at all.
     """
@@ -63,6 +66,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         if any(key[1] == path.name and not latest[key]["skipped"] for key in latest):
             lines += _table(path.name, latest)
     lines += _repeated(repeated)
+    lines += _in_frameworks(records)
     lines += _figures(records)
     lines += _what_faults_are()
     lines += _wrong(latest)
@@ -109,10 +113,49 @@ def _repeated(repeated: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> lis
     return [*lines, ""]
 
 
+def _in_frameworks(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Faults in jobs of every framework; of several records of one the last counts."""
+    latest = {
+        (record["framework"], record["planted"]): record
+        for record in records
+        if record.get("bench") == "framework faults"
+    }
+    if not latest:
+        return []
+    named = sum(record["named"] for record in latest.values())
+    machines = sorted(
+        {f"{one['machine']['name']}, torch {one['versions']['torch']}" for one in latest.values()}
+    )
+    lines = [
+        "## In every framework",
+        "",
+        "By `make test-frameworks`: three ranks train on CPUs by a framework, and at the fourth",
+        "step the fault happens to the last of them. It is named where the error of every other",
+        "rank names that rank. Where training goes on, something has to say what is wrong. The",
+        f"time is from the fault until the last rank was told. The limit was {_LIMIT}, so a rank",
+        "that lives on and does not come is named after that.",
+        "",
+        f"{named} of {len(latest)} faults are named; {'; '.join(machines)}.",
+        "",
+        "| framework | fault | named | after | what is said |",
+        "|---|---|---|---|---|",
+    ]
+    for (framework, planted), record in sorted(latest.items()):
+        took_s = record["took_s"]
+        after = "goes on" if took_s is None else f"{took_s:.1f} s"
+        said = _one_line(record["message"])
+        if len(said) > _MOST_SAID:
+            said = said[: _MOST_SAID - 4] + " ..."
+        answer = "yes" if record["named"] else "**NO**"
+        said = said.replace("|", "\\|")
+        lines.append(f"| {framework} | {planted} | {answer} | {after} | `{said}` |")
+    return [*lines, ""]
+
+
 def _figures(records: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for record in (each for each in records if each.get("bench") == "soak"):
-        how = f"`{record['command']}`" if "held" in record else "`make soak`"
+        how = f"`{record['command']}`" if record.keys() & {"held", "attack"} else "`make soak`"
         lines.append(f"* {how}: {_of_soak(record)}; {record['machine']['name']}.")
     lines += _of_fuzzing([each for each in records if each.get("bench") == "fuzz"])
     hangs: dict[str, list[bool]] = {}
@@ -153,6 +196,13 @@ def _of_soak(record: Mapping[str, Any]) -> str:
     if record.get("bytes_per_cycle"):
         most = max(record["bytes_per_cycle"])
         what += f", which grew a rank's memory by at most {max(0, most):,.0f} bytes each"
+    if attack := record.get("attack"):
+        what += (
+            f", {record['by_gloo']:,} of them carried out by gloo as well with the same result, "
+            f"while another user sent {attack['datagrams']:,} forged or random messages to the "
+            f"job's local sockets and opened {attack['connections']:,} connections with garbage or "
+            "nothing to its sockets and ports"
+        )
     if held := record.get("held"):
         what += f"; {_of_second_half(held)}"
     return f"{what}; {len(record['failures'])} failures"

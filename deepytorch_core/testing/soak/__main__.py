@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from deepytorch_core.bench import record
+from deepytorch_core.testing import strangers
 from deepytorch_core.testing.failures import RankError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
-from deepytorch_core.testing.soak.job import Counts, cycles, operations
+from deepytorch_core.testing.soak.job import Counts, cycles, operations, operations_beside_gloo
 from deepytorch_core.testing.soak.watch import Held
 
 _ROUND_S = 60.0
@@ -40,13 +42,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cycles", type=int, default=1000, help="of making groups, at the end")
     parser.add_argument("--seed", type=int, help="run the round with this seed alone")
     parser.add_argument("--nodes", default="", help="with --seed: a letter per rank, such as aabb")
+    parser.add_argument(
+        "--attack",
+        action="store_true",
+        help="another user attacks the job's sockets, and gloo carries out a share as well (root)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the result to FILE")
     options = parser.parse_args(arguments)
     on_gpus = options.device == "cuda"
     if on_gpus and options.ranks > (found := torch.cuda.device_count()):
         parser.error(f"NCCL takes one rank per GPU: use --ranks {found} or fewer")
+    if options.attack and (on_gpus or strangers.missing_privilege()):
+        parser.error("--attack is for CPUs and needs root, to be two users")
     nodes = [""] if on_gpus else ["", _two_nodes(options.ranks)]
-    done = Counts()
+    done, sent = Counts(), strangers.Sent()
     held: list[Held] = []
     bad: list[str] = []
     deadline = time.monotonic() + options.minutes * 60
@@ -57,12 +66,17 @@ def main(arguments: Sequence[str]) -> int:
         seconds = min(math.inf if on_gpus else _ROUND_S, deadline - time.monotonic())
         number += 1
         try:
-            told = _round(options.ranks, seed, seconds, place, options.device)
+            with strangers.attacked() if options.attack else contextlib.nullcontext(sent) as now:
+                told = _round(seed, seconds, place, options)
             done = functools.reduce(operator.add, (counts for counts, _ in told), done)
             held = [each for _, each in told]
         except RankError as error:
             bad.append(f"--seed {seed} --nodes {place or 'none'}: {error}")
             _say(bad[-1])
+        if options.attack:
+            sent.datagrams += now.datagrams
+            sent.connections += now.connections
+            _say(f"{done.by_gloo} by gloo as well; {sent}")
         _say(f"round {number}, seed {seed}, nodes {place or 'one'}: {_in_words(done)}")
     if on_gpus:
         bad += _leaks(held)
@@ -79,6 +93,9 @@ def main(arguments: Sequence[str]) -> int:
             "bytes_per_cycle": [round(each["bytes_per_cycle"], 1) for each in left],
             "failures": bad,
         }
+        if options.attack:
+            result["by_gloo"] = done.by_gloo
+            result["attack"] = dataclasses.asdict(sent)
         if on_gpus:
             result["device"] = options.device
             result["held"] = [dataclasses.asdict(each) for each in held]
@@ -98,18 +115,17 @@ def _in_words(done: Counts) -> str:
 
 
 def _round(
-    ranks: int, seed: int, seconds: float, nodes: str, device: str
+    seed: int, seconds: float, nodes: str, options: argparse.Namespace
 ) -> list[tuple[Counts, Held]]:
     """What each rank tells; see `job.operations`."""
     env = {"DEEPYTORCH_TUNE": "off"}
     if nodes:
         env["DEEPYTORCH_NODE_ID"] = ",".join(nodes)
+    what = (seed, seconds) if options.attack else (seed, seconds, options.device)
     return spawn_ranks(
-        operations,
-        ranks,
-        seed,
-        seconds,
-        device,
+        operations_beside_gloo if options.attack else operations,
+        options.ranks,
+        *what,
         backend="deepytorch",
         timeout_s=seconds + _PATIENCE_S,
         env=env,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.testing.leaks import holdings, left_over, num_mappings
-from deepytorch_core.testing.soak.operations import Performance, Step, draw
+from deepytorch_core.testing.soak.operations import Performance, Step, draw, has_gloo
 from deepytorch_core.testing.soak.watch import Held, Watch, resident_bytes
 from deepytorch_core.testing.tensors import rank_gpu
 from deepytorch_core.testing.worker import rank_store
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_UNDER_WAY = 6
 _ASK_EVERY = 50  # operations between two looks at the clock, together
+_GLOO_EVERY = 8  # operations, of which one is carried out by gloo as well
 _NUM_GROUPS = 6
 _PARALLEL = 2  # groups of a cycle
 _LOG2_IN_A_CYCLE = 11  # elements at most: it is not about these
@@ -32,10 +33,12 @@ class Counts:
         participations: what it took part in, also in groups of itself alone.
         collectives: of those the ones of two or more ranks whose group it is the first member of,
             so that over all ranks each counts once.
+        by_gloo: of these, how many gloo carried out as well, with the same result.
     """
 
     participations: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
+    by_gloo: int = 0
 
     def add(self, step: Step, rank: int) -> None:
         self.participations[step.op] += 1
@@ -44,7 +47,9 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
-            self.participations + other.participations, self.collectives + other.collectives
+            self.participations + other.participations,
+            self.collectives + other.collectives,
+            self.by_gloo + other.by_gloo,
         )
 
 
@@ -55,11 +60,31 @@ def operations(
 
     Raises AssertionError for a wrong result, naming the operation and the seed.
     """
+    return _operations(rank, world_size, seed, seconds, device=device)
+
+
+def operations_beside_gloo(
+    rank: int, world_size: int, seed: int, seconds: float
+) -> tuple[Counts, Held]:
+    """As `operations` on CPUs, where stock gloo carries out one of so many as well."""
+    return _operations(rank, world_size, seed, seconds, beside_gloo=True)
+
+
+def _operations(
+    rank: int,
+    world_size: int,
+    seed: int,
+    seconds: float,
+    *,
+    device: str = "cpu",
+    beside_gloo: bool = False,
+) -> tuple[Counts, Held]:
     import torch.distributed as dist
 
     place = _place(rank, device)
     members = _groups(world_size, seed)
     groups = [dist.new_group(list(ranks)) for ranks in members]
+    stock = [_by_gloo(ranks) for ranks in members] if beside_gloo else []
     under_way: deque[Performance] = deque()
     done = Counts()
     watch = Watch(seconds, place)
@@ -77,6 +102,11 @@ def operations(
             _finish(under_way, 0)
         performance.start()
         done.add(step, rank)
+        if stock and number % _GLOO_EVERY == 0 and has_gloo(step):
+            same = Performance(step, rank, stock[step.group], place, plain=True)
+            same.start()
+            same.finish()
+            done.by_gloo += rank == step.members[0] and len(step.members) > 1
         if step.asynchronous:
             under_way.append(performance)
             _finish(under_way, _MOST_UNDER_WAY)
@@ -88,6 +118,21 @@ def _place(rank: int, device: str) -> torch.device:
     import torch
 
     return torch.device("cpu") if device == "cpu" else rank_gpu(rank)
+
+
+def _by_gloo(ranks: tuple[int, ...]) -> Any:
+    """A group of torch's own gloo."""
+    import torch
+    import torch.distributed as dist
+
+    from deepytorch_core import c10d_patches
+
+    with c10d_patches.as_asked():
+        made = dist.new_group(list(ranks), backend="gloo")
+    if isinstance(made, dist.ProcessGroup):
+        serving = made._get_backend(torch.device("cpu"))
+        assert isinstance(serving, dist.ProcessGroupGloo), serving
+    return made
 
 
 def _all_over(under_way: deque[Performance], rank: int, deadline: float) -> bool:

@@ -25,6 +25,12 @@ OPERATIONS = (
     *("gather", "scatter", "barrier", "shift", "sparse"),
 )
 REDUCE_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+# Of lists and of single tensors, which may lie in memory as they like.
+_STRIDED = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
+    *("all_to_all", "gather", "scatter"),
+)
+_NOT_GLOOS = ("int16",)
 _NOT_NCCLS = ("int16", "sparse")  # it carries out what has no kernel, but not with these
 _MOST_LOG2 = 18  # elements of one part
 
@@ -92,10 +98,20 @@ def draw(
     )
 
 
-class Performance:
-    """One rank's part in a step: starts it, and checks what came of it once it has ended."""
+def has_gloo(step: Step) -> bool:
+    """Whether stock gloo carries out the operation, too."""
+    return step.reduce_op != "AVG" and step.dtype not in _NOT_GLOOS
 
-    def __init__(self, step: Step, rank: int, group: Any, device: torch.device) -> None:
+
+class Performance:
+    """One rank's part in a step: starts it, and checks what came of it once it has ended.
+
+    `plain`: with tensors that are contiguous and aligned, as gloo takes them.
+    """
+
+    def __init__(
+        self, step: Step, rank: int, group: Any, device: torch.device, *, plain: bool = False
+    ) -> None:
         import torch
         import torch.distributed as dist
 
@@ -104,6 +120,7 @@ class Performance:
         self._size = len(step.members)
         self._group = group
         self._device = device
+        self._plain = plain
         self._dtype = getattr(torch, step.dtype)
         self._op = getattr(dist.ReduceOp, step.reduce_op)
         self._dice = random.Random(step.layout + 7 * rank)
@@ -147,17 +164,21 @@ class Performance:
     def _placed(self, data: Tensor) -> Tensor:
         """A copy on the device, in memory of one kind or another.
 
-        Plain, not aligned, or on the host registered; on GPUs tests/gpu/test_registered_device.py
-        is about that.
+        Plain, not aligned, strided, or on the host registered; on GPUs
+        tests/gpu/test_registered_device.py is about that.
         """
         import torch
 
         from deepytorch_core import registered
 
-        kind = self._dice.randrange(3)
+        on_host = self._device.type == "cpu"
+        may_be_strided = on_host and self.step.op in _STRIDED
+        kind = 0 if self._plain else self._dice.randrange(4 if may_be_strided else 3)
         if kind == 0:
             return data.to(self._device, copy=True)
-        on_host = self._device.type == "cpu"
+        if kind == 3:
+            strided = torch.empty(2 * data.numel(), dtype=data.dtype)[::2]
+            return strided.copy_(data)
         make = registered.empty if kind == 1 and on_host else torch.empty
         memory = make(data.numel() + 1, dtype=data.dtype, device=self._device)
         place = memory[:-1] if kind == 1 else memory[1:]
