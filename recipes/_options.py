@@ -187,7 +187,7 @@ class RunOptions:
             if package and util.find_spec(package) is None:
                 raise RecipeError(
                     f"{key}={value} needs {package}, which is not installed: "
-                    f"pip install 'deepytorch[{extra}]'"
+                    f"pip install 'deepytorch-train[{extra}]'"
                 )
         if self.optimizer.endswith("8bit") and util.find_spec("bitsandbytes") is None:
             raise RecipeError(
