@@ -4,8 +4,9 @@
     python tests/faults/frameworks.py --only "DDP | *" --only "* | killed"
 
 Three ranks train on CPUs; at its fourth step the fault happens to one of them. Every survivor says
-when it was told, and what. A fault of one rank is named if every survivor's error names that rank.
-One that stops nobody has to leave the training as it is, and to be told of.
+when it was told, and what. A fault of one rank is named if every survivor's error names that rank,
+or the end of a survivor whose own error does. One that stops nobody has to leave the training as it
+is, and to be told of.
 """
 
 from __future__ import annotations
@@ -347,6 +348,7 @@ def _judge(framework: str, fault: Fault, folder: Path, at: float) -> dict[str, A
     logs = {rank: (folder / f"log{rank}").read_text(errors="replace") for rank in range(RANKS)}
     culprit = _culprit(fault)
     says = re.compile(fault.says.format(culprit=culprit), re.IGNORECASE)
+    over: list[int] = []
     if fault.goes_on:
         texts = [f"slowest={each.get('slowest')}\n{logs[rank]}" for rank, each in told.items()]
         right = len(told) == RANKS and not any("error" in each for each in told.values())
@@ -355,9 +357,17 @@ def _judge(framework: str, fault: Fault, folder: Path, at: float) -> dict[str, A
             (line for text in texts for line in text.splitlines() if says.search(line)), ""
         )
     else:
-        errors = [told.get(rank, {}).get("error") or logs[rank] for rank in _awaited(fault)]
-        named = all(says.search(error) for error in errors)
-        found = errors[0]
+        errors = {rank: told.get(rank, {}).get("error") or logs[rank] for rank in _awaited(fault)}
+        naming = [rank for rank, error in errors.items() if says.search(error)]
+        # Who waits for one of these alone hears of its end, and finds the culprit in its error.
+        over = [
+            rank
+            for rank, error in errors.items()
+            if rank not in naming
+            and any(re.search(rf"\brank {other}\b.* died", error) for other in naming)
+        ]
+        named = len(naming) + len(over) == len(errors)
+        found = errors[naming[0] if naming else min(errors)]
     ended = [told[rank]["at"] for rank in _awaited(fault) if rank in told]
     return {
         "bench": "framework faults",
@@ -366,6 +376,7 @@ def _judge(framework: str, fault: Fault, folder: Path, at: float) -> dict[str, A
         "outcome": "goes on" if fault.goes_on else "error",
         "culprit": None if fault.act is None else culprit,
         "named": bool(named),
+        "named_over_another": len(over),
         "took_s": None if fault.goes_on else round(max(ended, default=at + PATIENCE_S) - at, 2),
         "message": " ".join(found.replace(str(folder), "")[:_MOST_LETTERS].split()),
     }

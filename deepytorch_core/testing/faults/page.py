@@ -131,9 +131,11 @@ def _in_frameworks(records: Sequence[Mapping[str, Any]]) -> list[str]:
         "",
         "By `make test-frameworks`: three ranks train on CPUs by a framework, and at the fourth",
         "step the fault happens to the last of them. It is named where the error of every other",
-        "rank names that rank. Where training goes on, something has to say what is wrong. The",
-        f"time is from the fault until the last rank was told. The limit was {_LIMIT}, so a rank",
-        "that lives on and does not come is named after that.",
+        "rank names that rank; *over another*: where one waits for another of them alone, and its",
+        "error names the end of that one, whose own error names the rank. Where training goes on,",
+        "something has to say what is wrong. The time is from the fault until the last rank was",
+        f"told. The limit was {_LIMIT}: a rank that lives on and does not come is named after",
+        "that, and one that raises when its process has ended, a second later.",
         "",
         f"{named} of {len(latest)} faults are named; {'; '.join(machines)}.",
         "",
@@ -146,7 +148,8 @@ def _in_frameworks(records: Sequence[Mapping[str, Any]]) -> list[str]:
         said = _one_line(record["message"])
         if len(said) > _MOST_SAID:
             said = said[: _MOST_SAID - 4] + " ..."
-        answer = "yes" if record["named"] else "**NO**"
+        answer = "over another" if record.get("named_over_another") else "yes"
+        answer = answer if record["named"] else "**NO**"
         said = said.replace("|", "\\|")
         lines.append(f"| {framework} | {planted} | {answer} | {after} | `{said}` |")
     return [*lines, ""]
