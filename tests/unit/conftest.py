@@ -1,4 +1,4 @@
-"""What several files of unit tests begin and end with."""
+"""Fixtures that several files of unit tests begin and end with."""
 
 from __future__ import annotations
 

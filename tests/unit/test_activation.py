@@ -43,7 +43,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def output(program: str, **variables: str) -> list[str]:
-    """What the program printed, line by line; it must succeed."""
+    """Return the lines that the program printed; it must succeed."""
     result = run(program, **variables)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

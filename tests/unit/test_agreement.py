@@ -22,7 +22,7 @@ def ready() -> str | None:
 
 
 def decide(prepares: dict[int, Prepare], size: int, limit_s: float = 60) -> dict[int, str | None]:
-    """What each of the ranks that take part is told."""
+    """Return what each of the ranks that take part is told."""
     store = HashStore()
     if limit_s < 1:  # who is late is another matter
         for rank in prepares:
@@ -109,7 +109,7 @@ def test_what_a_rank_did_elsewhere_before_does_not_count() -> None:
 
 
 def gather_with(late_s: float, **changes: Any) -> list[list[str]]:
-    """What each of two ranks gathers, of which the second comes late."""
+    """Return what each of two ranks gathers, of which the second comes late."""
     store = HashStore()
     changes = {"here_limit_s": 60.0, "what": "deciding on kernels"} | changes
 

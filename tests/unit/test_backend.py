@@ -1,4 +1,4 @@
-"""What torch's call for a backend becomes: timeouts, options of others, the stock delegates."""
+"""Tests of torch's call for a backend: timeouts, options of others, the stock delegates."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_round_shares_its_way_and_every_message_costs_its_rank():
     assert model.time_us(HIERARCHICAL, "all_reduce", n, of) == pytest.approx(expected)
     expected = 6 * 1000 + 6 * 100 + on_link
     assert model.time_us(FLAT, "all_reduce", n, of) == pytest.approx(expected)
-    # What the idle link lets through at once takes no time on it.
+    # The idle link lets so many bytes through at once: they take no time on it.
     assert model.time_us(HIERARCHICAL, "all_gather", 20000, of) == pytest.approx(1000 + 3 * 100)
 
 

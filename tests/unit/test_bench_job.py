@@ -1,4 +1,4 @@
-"""What `bench collectives` accepts, and how it says no."""
+"""Tests of what `bench collectives` accepts, and how it says no."""
 
 import pytest
 from hypothesis import given

@@ -79,12 +79,12 @@ def test_a_framework_trains_on_the_nodes_that_were_asked_for(monkeypatch):
 
 
 def share(times, *, losses=(1.0,), calls=()):
-    """What one process found."""
+    """Return what one process found."""
     return {"times": times, "adapter_us": 1.0, "losses": losses, "calls": dict(calls)}
 
 
 def found(ours, stock):
-    """What all processes of a round found."""
+    """Return what all processes of a round found."""
     origin = {"baseline_settings": {}, "machine": {}, "versions": {}, "commit": "0"}
     return {"shares": [ours, stock], **origin}
 

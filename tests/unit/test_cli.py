@@ -134,7 +134,7 @@ def parse(*arguments, default_processes="1"):
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """What `run` and `train` would start, instead of starting it."""
+    """Record what `run` and `train` would start, instead of starting it."""
     seen = []
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -285,7 +285,7 @@ def test_an_interrupt_that_was_lost_counts(monkeypatch, capsys):
         signal.signal(signal.SIGINT, before)
     with pytest.raises(KeyboardInterrupt):
         launcher.launch(parse("--nproc-per-node", "1", "train.py"))
-    # What else may come of it.
+    # Any other exception may come of it, too.
     monkeypatch.setattr(launch, "run", lambda job: [][0])
     assert main(monkeypatch, "bench", "collectives") == 130
     assert not capsys.readouterr().err

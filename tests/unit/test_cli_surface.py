@@ -1,4 +1,4 @@
-"""What all commands have in common: help, wrong use, colours, pipes, ranks, completion, JSON."""
+"""Tests what all commands share: help, wrong use, colours, pipes, ranks, completion, JSON."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_options_of_examples_exist(path: tuple[str, ...]) -> None:
     known = help_of(path, 80).partition("Examples:")[0]
     examples = help_of(path, 80).partition("Examples:")[2]
     for line in examples.splitlines():
-        # What follows their own options belongs to torchrun or to the script.
+        # Words after their own options belong to torchrun or to the script.
         if path in (("run",), ("tune",)) or "torchrun" in line:
             continue
         for option in re.findall(r"(?<=\s)--[a-z-]+", line.partition("|")[0]):

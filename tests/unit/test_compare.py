@@ -1,4 +1,4 @@
-"""What `run --compare` concludes from samples, and the copy-on-write view scripts run in."""
+"""Tests what `run --compare` concludes from samples, and the copy-on-write view of scripts."""
 
 from __future__ import annotations
 

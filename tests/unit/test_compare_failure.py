@@ -1,4 +1,4 @@
-"""What `run --compare` says of a run that failed."""
+"""Tests what `run --compare` says of a run that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which differences of losses make a run another training, and what is not claimed of it then."""
+"""Differences of losses that make a run another training, and what is not claimed of it then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 40
 
 
 def run(arm: str, losses: Sequence[float | None], **changes: Any) -> Sample:
-    """Of stock's speed, or twice as fast."""
+    """Return a run of stock's speed, or one twice as fast."""
     values: dict[str, Any] = {"arm": arm, "steps": len(losses), "losses": tuple(losses)}
     values |= {"block_s": (1.0 if arm == "stock" else 0.5,), "setup_s": 1.0, "is_complete": True}
     values |= {"peak_bytes": None, "device": "cpu", "redirected": (), "made_folders": ()}

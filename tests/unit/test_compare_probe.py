@@ -1,4 +1,4 @@
-"""What a run of `run --compare` sees of the script: its losses, its steps, ranks of its own."""
+"""Tests what `run --compare` sees of the script: its losses, its steps, ranks of its own."""
 
 from __future__ import annotations
 

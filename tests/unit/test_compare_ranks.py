@@ -1,4 +1,4 @@
-"""What `run --compare` makes of what the ranks of a run leave, and of ranks that leave nothing."""
+"""Tests how `run --compare` reads what ranks of a run leave, and takes ranks that leave nothing."""
 
 from __future__ import annotations
 

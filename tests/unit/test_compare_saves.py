@@ -41,7 +41,7 @@ def end(script: Saves) -> None:
 
 @pytest.fixture
 def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
-    """Of a script in the view of `project`, with a large data set and links out of it."""
+    """Return saves of a script in the view of `project`, with a large data set and links out."""
     monkeypatch.setattr(workspace, "MAX_ENTRIES", 7)
     source, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     (source / "data" / "images").mkdir(parents=True)
@@ -446,7 +446,7 @@ def test_what_a_run_makes_elsewhere_does_not_outlive_it(script: Saves, tmp_path:
     torch.save({}, "inner/weights.pt")
     shutil.move("inner", there / "inner")
     (there / "log.txt").write_text("new")
-    # What was there takes the place of something new: it stays.
+    # A file that was there takes the place of a new one: it stays.
     (there / "b.pkl").write_bytes(b"new")
     os.replace(notes, there / "b.pkl")
     assert torch.load(there / "copy") == torch.load(there / "link") == {}

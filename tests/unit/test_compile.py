@@ -184,7 +184,7 @@ def test_compile_leaves_the_model_what_it_was(capsys: pytest.CaptureFixture[str]
 
 
 def of_profile(model: nn.Module) -> Any:
-    """What the next run will find decided."""
+    """Return what the next run will find decided."""
     found = compilation.Compilation(model, "auto", budget_s=1.0, steps=None)
     found._kept.look_at(found._root, torch.device("cpu"))
     return found._kept.find(1)
@@ -387,7 +387,7 @@ def test_compile_auto_goes_back_to_eager(
     assert decisions.made()[-1]["reason"] == reason
     assert all("_compiled_call_impl" not in vars(one) for one in model.modules())
     assert "_compiled_call_impl" not in vars(model)
-    # What is not decided is noted for people, and measured again.
+    # A note is for people and decides nothing: the next run measures again.
     kept = "decisions" if reason == "eager is faster" else "notes"
     (entry,) = json.loads(own_profile.read_text())[kept]
     assert (entry["reason"], entry["regions"]) == (reason, {"layers.0": ["counting"]})

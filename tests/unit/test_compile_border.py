@@ -35,7 +35,7 @@ class Heads(nn.Module):
 
 
 class Logged(nn.Module):
-    """What it returns to be logged has no finite gradient."""
+    """Returns a value to be logged that has no finite gradient."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

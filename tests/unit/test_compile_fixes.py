@@ -1,4 +1,4 @@
-"""What fixes leave out of a pass that is to be replayed: the loss stays the same, nobody looks."""
+"""Tests of fixes for passes that are to be replayed: the loss stays the same, nobody looks."""
 
 from __future__ import annotations
 

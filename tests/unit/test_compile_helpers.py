@@ -225,7 +225,7 @@ def test_srun_tells_how_many_processes_share_a_nodes_cores(
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1,4(x2)")
     monkeypatch.setenv("SLURM_NODEID", "2")
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(cpus_of_the_job))
-    # What started it is the node's own, outside of the job.
+    # The process that started it is the node's own, outside of the job.
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64 if process else 16)))
     assert ahead._num_helpers() == number
 
@@ -330,7 +330,7 @@ class Several:
 
 
 class Unlike(nn.Module):
-    """Of layers that stand in no list."""
+    """A model of layers that stand in no list."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()

@@ -268,7 +268,7 @@ def test_compile_hostile_model_trains_as_eager(kind: type[nn.Module]) -> None:
     compare(kind(), "aot-eager")
 
 
-# What is decided where the compiled way is faster, as far as it is there at all.
+# The decision for a compiled way that is faster, and for a model that has none.
 COMPILED = ("aot-eager", "faster than eager")
 DECIDED = {LooksUp: ("eager", "nothing of it could be compiled")}
 

@@ -46,7 +46,7 @@ def batch(step: int = 0, **more: Any) -> dict[str, torch.Tensor]:
 
 
 def in_layers(model: Any) -> list[Any]:
-    """What every layer gets as its cache, as they are called."""
+    """Return what every layer gets as its cache, as they are called."""
     seen: list[Any] = []
     for name, one in model.named_modules():
         if name.rpartition(".")[2].isdecimal() and "encoder" not in name:
@@ -80,7 +80,7 @@ def test_compiled_passes_go_without_a_cache_that_is_there_when_used(
     if kind is DynamicCache:
         ours, theirs = (one.past_key_values.layers[1].keys for one in (output, expected))
         torch.testing.assert_close(ours, theirs)
-    # Who uses it once may do so again: from now on it is filled.
+    # A script that uses it once may do so again: from now on it is filled.
     del seen[:]
     model(**batch(0, **more)).logits.sum().backward()
     assert None not in seen

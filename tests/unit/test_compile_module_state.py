@@ -1,4 +1,4 @@
-"""What a replayed pass has frozen is seen when it changes."""
+"""Tests that a change of what a replayed pass has frozen is seen."""
 
 from __future__ import annotations
 

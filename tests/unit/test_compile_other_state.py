@@ -134,7 +134,7 @@ def test_passes_beyond_a_compiler_are_stocks(
 
 
 class OutOfTimeError(Exception):
-    """What a script's handler raises."""
+    """An error that a script's handler raises."""
 
 
 def as_exception(*_: Any) -> None:

@@ -34,7 +34,7 @@ from deepytorch_core.compile import (
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.config import Options
 
-# What needs a GPU: its random numbers, waiting for it, its streams.
+# Tests that need a GPU: its random numbers, waiting for it, its streams.
 GPU_ONLY = (
     "test_replayed_steps_train_as_eager_ones",
     "test_a_loss_of_ones_own_gets_its_gradients",
@@ -75,7 +75,7 @@ for _module in (cases, masked, causal, users, *others):
     )
 
 
-# What takes long and is as long with gradients that are copied.
+# Tests that take long and do the same with gradients that are copied.
 mostly_lent = pytest.mark.parametrize(
     "emulated", [1, pytest.param(1 << 30, marks=pytest.mark.extended)], ids=LENT, indirect=True
 )
@@ -95,7 +95,7 @@ class Again:
         self.tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
 
     def replay(self) -> None:
-        # What a graph does draws nothing on the host.
+        # A graph draws nothing on the host.
         with torch.enable_grad(), guard.same_random_numbers():
             found = [one for one in tree_leaves(self.run()) if isinstance(one, Tensor)]
         with torch.no_grad():
@@ -477,7 +477,7 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
     monkeypatch.setattr(ahead, "Ahead", Helpers)
     monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(decisions, "_made", [])
-    # What is thought to be replayed is launched as well where it is compiled.
+    # A compiled pass that passes for a replayed one is launched as well.
     clock = Ways({LAUNCHED: 1.0, GRAPHS: 0.5, COMPILED: 0.4, BOTH: 0.4})
     monkeypatch.setattr(compilation, "time", clock)
     monkeypatch.setattr(capturing, "time", clock)

@@ -55,7 +55,7 @@ def _blocks(took_s: float, *, noise: float, rounds: int, seed: int) -> list[floa
         (0.0, 0.001, 1.0),
         (0.005, 0.001, 1.0),
         (-0.005, 0.001, 1.0),
-        # What may gain enough, or lose it, is measured on, and so is what is hidden by noise.
+        # A way that may gain or lose enough is measured on, as is one that noise hides.
         (0.02, 0.001, 0.0),
         (-0.02, 0.001, 0.0),
         (0.03, 0.01, 0.0),

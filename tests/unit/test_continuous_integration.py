@@ -1,4 +1,4 @@
-"""What continuous integration runs exists, and leaves nothing out in silence."""
+"""Tests that all that continuous integration runs exists and leaves nothing out in silence."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def test_tests_on_emulated_nodes_run_as_root_or_fail(tmp_path: Path, *, allowed:
 
 
 def build_operator(folder: Path, python: str) -> tuple[str, Path]:
-    """What make says where DeepSpeed's operator is built by this in place of Python, and the mark
-    that it was."""
+    """Build DeepSpeed's operator with `python` as Python; return make's words and its mark."""
     bin_ = folder / "bin"
     bin_.mkdir()
     (bin_ / "python").write_text(f"#!/bin/sh\n{python}\n")

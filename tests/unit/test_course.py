@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def spent(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What the counters say; the test adds to it."""
+    """Return what the counters say; the test adds to it."""
     values = dict.fromkeys(("exposed_s", "waited_s", "held_s", "data_s", "tuning_s"), 0.0)
     monkeypatch.setattr(course, "counters", lambda: Counters(**values))
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_a_step_within_a_step_is_none(active: Course) -> None:
 
 
 def test_the_hook_breaks_no_graph(active: Course) -> None:
-    """Of a compiled step: torch calls the hook there, too."""
+    """Call the hook in a compiled step, as torch does there, too."""
 
     @torch.compile(fullgraph=True, backend="eager")
     def doubled(value: torch.Tensor) -> torch.Tensor:

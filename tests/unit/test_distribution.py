@@ -1,4 +1,4 @@
-"""What is distributed: pinned hashes, bills of materials, signed releases, the container."""
+"""Tests of distribution: pinned hashes, bills of materials, signed releases, the container."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ LEAST_FIXED = 8  # letters in a row without which a message says nothing of its 
 
 
 def fixed_parts(message: str) -> list[str]:
-    """What of a message is always the same, in order; surrounding blanks don't count."""
+    """Return the parts of a message that never vary, in order, without surrounding blanks."""
     return [" ".join(part.split()) for part in message.split(VARYING) if part.strip()]
 
 

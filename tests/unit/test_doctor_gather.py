@@ -1,4 +1,4 @@
-"""What the checks see of a machine: of planted files, packages and variables, and of this one."""
+"""Tests what the checks see of planted files, packages and variables, and of this machine."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_no_compiler_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_adapter_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", str(tmp_path))
-    # Where no cache can be written adapters are kept there, also by other tests.
+    # Adapters are kept there when no cache can be written, also by other tests.
     monkeypatch.setattr(config, "temporary_dir", lambda: tmp_path / "temporary")
     tag = adapters.tag(adapters.Sources.find())
     other = f"torch2.12.0-{tag.partition('-')[2]}"
@@ -390,7 +390,7 @@ def test_what_torch_says_of_this_machine() -> None:
 
 
 def fake_cuda(*, corrupt: bool) -> Any:
-    """What the probe uses of torch, with memory of the host as that of two GPUs."""
+    """Return what the probe uses of torch, with memory of the host as that of two GPUs."""
 
     def zeros(size: int, *, dtype: torch.dtype, device: str) -> Any:
         made = torch.zeros(size, dtype=dtype)

@@ -95,7 +95,7 @@ def train_auto(monkeypatch: pytest.MonkeyPatch, model: nn.Module, policy: type[P
 
 
 def known(model: nn.Module, policy: str = "auto") -> Any:
-    """What the next run would take for decided."""
+    """Return what the next run would take for decided."""
     found = compilation.Compilation(model, policy, budget_s=1.0, steps=None)
     found._kept.look_at(found._root, torch.device("cpu"))
     return found._kept.find(1)

@@ -1,4 +1,4 @@
-"""What fuzzing came to is kept: executions and crashes of each target; the page has their sum."""
+"""Tests that fuzzing keeps each target's executions and crashes; the page has their sum."""
 
 from __future__ import annotations
 

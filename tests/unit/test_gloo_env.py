@@ -1,4 +1,4 @@
-"""Which interface gloo is told to take: none where its own choice, or the user's, is right."""
+"""Tests of the interface that gloo is told: none if its own choice, or the user's, is right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepytorch_core.network import addresses, gloo_env
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What was set, in a job of several nodes whose machines are called by a loopback address."""
+    """Return what was set, in a job of nodes whose machines are called by a loopback address."""
     found: dict[str, str] = {}
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(gloo_env, "_done", False)

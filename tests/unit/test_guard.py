@@ -234,7 +234,7 @@ def test_guard_looks_again_where_noise_hides_a_gain(
     same = Swapped(model, lambda stock: stock)
     decision = guard.choose("noisy", [same.named("fast")], _trial(model, torch.randn(2, 4)))
     assert (decision.chosen, len(calls)) == ("fast", 2)
-    # Where it stays so, that is the end of it; and just as fast is enough for what has more to it.
+    # If noise stays, stock stays, but a way with another advantage need only be as fast.
     monkeypatch.setattr(guard, "interleaved", lambda *_, **__: noisy)
     for prefer, chosen in ((None, "stock"), ("takes less memory", "fast")):
         vars(model).pop("forward", None)

@@ -1,4 +1,4 @@
-"""What is made of evidence: the table for people, the command, and dumps for torch's analyzer."""
+"""Tests of output made of evidence: the table for people, the command, torch's dumps."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_what_a_rank_has_started_is_of_its_job(alone: _core.Communicator) -> Non
             own = [one.name for one in collect.jobs([os.getpid()])]
             for pid in (started.pid, below):
                 assert [one.name for one in collect.jobs([pid])] == own
-            # Who has started the rank, too.
+            # The process that has started the rank finds its job, too.
             assert set(own) <= {one.name for one in collect.jobs([os.getppid()])}
         finally:
             started.kill()
@@ -228,7 +228,7 @@ def put_place(data: bytearray, index: int, state: int, line: int, *names: str) -
 
 
 def called_from(data: bytearray, index: int) -> evidence.Place | None:
-    """What the reader says of the newest operation, if its entry names this place."""
+    """Return what the reader says of the newest operation, if its entry names this place."""
     begun = own().begun
     at = ENTRIES_AT + (begun - 1) % 2048 * ENTRY_BYTES
     struct.pack_into("<H", data, at + PLACE_IN_ENTRY, index)
@@ -286,7 +286,7 @@ def test_cut_records(alone: _core.Communicator) -> None:
 
 
 def test_any_content_is_a_record_or_an_error(alone: _core.Communicator) -> None:
-    """Whatever another process writes there, the reader neither fails otherwise nor believes it."""
+    """Let another process write anything: the reader neither fails otherwise nor believes it."""
     alone.barrier()
     good = raw()
     chance = random.Random(11)

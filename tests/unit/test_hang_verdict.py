@@ -1,4 +1,4 @@
-"""Who keeps whom waiting, from records that were made up: one for each way a job can hang."""
+"""Tests of who keeps whom waiting, by made-up records: one for each way a job can hang."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def speak(
     *ranks: Rank,
     is_start: bool = False,
 ) -> str:
-    """What rank `own` says, with these ranks on its node."""
+    """Return what rank `own` says, with these ranks on its node."""
     records = tuple(
         Record(one.pid, one.rank, 3, 0, "a", "", "job", {}, 0, 0.0, one.groups, one.operations)
         for one in ranks
@@ -176,7 +176,7 @@ def test_the_first_of_a_node_says_who_is_missing_and_how_long_it_may_last(
     )
     assert speak(monkeypatch, capsys, 1, *ranks) == ""
     assert speak(monkeypatch, capsys, 2, *ranks) == ""
-    # Who began to wait a moment later leaves it to the first, who began much later does not.
+    # A rank that began to wait a moment later leaves it to the first; one much later does not.
     assert speak(monkeypatch, capsys, 1, rank(0, changed(age_s=41.0)), *ranks[::2]) == ""
     said = speak(monkeypatch, capsys, 1, rank(0, changed(age_s=9.0)), *ranks[::2])
     assert said.startswith("deepytorch: rank 1 has waited 50 s in")
@@ -192,7 +192,7 @@ def test_of_short_waits_only_those_in_a_groups_first_operation_are_told(
     assert said.startswith("deepytorch: rank 0 has waited 4.0 s in all_reduce #1 of group 0")
     for operations in ((ended, second), (changed(age_s=4.0),)):  # the newest of many, the last one
         assert speak(monkeypatch, capsys, 0, rank(0, *operations), rank(1), is_start=True) == ""
-    # Who began as early and is no start does not keep the others from saying it.
+    # A rank that began as early, but is no start, does not keep the others from saying it.
     others = (rank(0, ended, second), rank(1, first), rank(2))
     assert "rank 1 has waited 4.0 s" in speak(monkeypatch, capsys, 1, *others, is_start=True)
 

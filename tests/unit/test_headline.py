@@ -277,7 +277,7 @@ def test_a_cache_saves_the_encoders_and_changes_nothing_else(
         assert plain.keys() == ours.keys()
         for name, value in plain.items():
             assert torch.equal(value, ours[name]), (number, name)
-        # Of the same images the posterior is the same, what is drawn from it is not.
+        # The same images have the same posterior, but not the same draw from it.
         assert torch.equal(plain["sample"], first["sample"]) == (number == 0)
     assert [len(counted) for counted in encoded] == [6, 2]  # two batches of images
 

@@ -238,7 +238,7 @@ def step(network: nn.Module, optimizer: Any, seed: int) -> None:
 
 
 def fused_in_steps(optimizer: Any) -> list[list[Any]]:
-    """What the groups say while each step from now on runs."""
+    """Return what the groups say while each step from now on runs."""
     seen: list[list[Any]] = []
 
     def look(*_: Any) -> None:

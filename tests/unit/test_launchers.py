@@ -1,4 +1,4 @@
-"""What srun tells a process; other launchers' words are in test_horovod_scripts.py."""
+"""Tests of what srun tells a process; other launchers' words are in test_horovod_scripts.py."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ FRAMEWORKS = {
     "horovod",
     "tensorflow",
 }
-# What an adapter may import of them: its own, and what that one is itself built on.
+# An adapter may import these of them: its own, and what that one is itself built on.
 ADAPTER_FRAMEWORKS = {
     "transformers": {"transformers", "accelerate"},
     "_packed_attention": {"transformers"},

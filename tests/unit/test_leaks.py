@@ -1,4 +1,4 @@
-"""What a test of leaks finds, and how it says so."""
+"""Tests of what a test of leaks finds, and how it says so."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DASHBOARD = Path(__file__).parents[2] / "docs/assets/grafana.json"
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """Where the metrics of this process are served."""
+    """Serve the metrics of this process; return where."""
     seen = Course()
     seen.note_loss(0.25)
     monkeypatch.setattr(course, "_course", seen)

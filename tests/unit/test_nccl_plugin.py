@@ -136,7 +136,7 @@ def check(version: int) -> None:
     assert two.costs(ALL_REDUCE, (32 << 20) + 1) == ([(RING, LL)], 0)
     assert two.costs(ALL_REDUCE, 1024) == ([(RING, LL)], 0)
     assert two.costs(ALL_GATHER, 1024) == ([], 0), "the table is for 8 ranks"
-    # What NCCL rules out, or does not know, is not chosen.
+    # A choice that NCCL rules out, or does not know, is not made.
     assert two.costs(ALL_REDUCE, 16 << 20, off={(TREE, SIMPLE)}) == ([], 0)
     eight = Tuner(version, ranks=8, nodes=1)
     assert eight.costs(ALL_REDUCE, 16 << 20) == ([(RING, LL)], 0), "the tree is for two nodes"

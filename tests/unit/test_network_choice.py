@@ -1,4 +1,4 @@
-"""What follows from a measured link: pure choices, the file of links, who measures with whom."""
+"""Tests of choices by a measured link: pure ones, the file of links, who measures with whom."""
 
 from __future__ import annotations
 

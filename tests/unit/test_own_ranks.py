@@ -28,7 +28,7 @@ def meet(rank: int, *others: int, url: str = "env://") -> tuple[int, ...]:
 
 @pytest.fixture
 def met(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What ranks met by, under a launcher that serves the store at `ADDRESS`."""
+    """Return what ranks met by, under a launcher that serves the store at `ADDRESS`."""
     found: list[tuple[Any, ...]] = []
     monkeypatch.setattr(distributed_c10d, "rendezvous", lambda *args: found.append(args))
     monkeypatch.setenv("MASTER_ADDR", ADDRESS[0])

@@ -151,7 +151,7 @@ ON_CUDA: list[tuple[torch.dtype, float, dict[str, Any], str]] = [
 def test_padding_free_attention_on_cuda_takes_a_kernel_that_keeps_dropout(
     dtype: torch.dtype, dropout: float, sees: dict[str, Any], kernel: str
 ) -> None:
-    """Which kernel gets what, on tensors without memory."""
+    """See which kernel gets what, on tensors without memory."""
     with FakeTensorMode(), Calls() as calls:
         query = torch.empty(25, 4, 8, dtype=dtype, device="cuda")
         key = torch.empty(25, 2, 8, dtype=dtype, device="cuda")

@@ -1,4 +1,4 @@
-"""What padding-free training leaves behind, and how it goes with what else people do to models."""
+"""Tests what padding-free training leaves behind, and models that people change otherwise, too."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_padding_free_loaders_plan_on_the_cpu_and_only_add_to_a_batch() -> None:
         torch.testing.assert_close(model(**ours).loss, stock(**theirs).loss)
     _padding_free.detach(model)
     assert all(BATCH_KEY not in ours for ours in loader)
-    # What is no padded batch passes through.
+    # A value that is no padded batch passes through.
     for other in ([1, 2], {"pixels": torch.ones(2)}, {"input_ids": [1], "attention_mask": [1]}):
         assert PlanningCollate(lambda given: given, True)(other) is other
         assert BATCH_KEY not in other
@@ -358,7 +358,7 @@ def test_the_padding_free_example_of_the_guide_runs(capsys: pytest.CaptureFixtur
 
 
 def test_padding_free_models_train_in_threads_side_by_side() -> None:
-    """What one's pass is like is nothing to the other's, which is another while."""
+    """Keep the kind of one model's pass from the other's, which differs meanwhile."""
     model, other = llama(), llama(attn_implementation="eager")
     for one in (model, other):
         _padding_free.attach(one, "on", adapter="test")

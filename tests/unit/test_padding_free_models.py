@@ -211,7 +211,7 @@ def test_padding_free_output_is_unpacked_when_it_is_read() -> None:
         for ours, theirs in zip(read.hidden_states, padded.hidden_states, strict=True):
             torch.testing.assert_close(ours[real], theirs[real])
     assert not waiting
-    # Who goes through all fields, as DeepSpeed does for its hooks, makes none of them.
+    # A walk through all fields, as DeepSpeed's for its hooks, makes none of them.
     seen: list[Tensor] = []
     through = model(**batch)
     for value in through.values():

@@ -1,4 +1,4 @@
-"""What models give besides logits and a loss: the padded batch's, or an error in its place."""
+"""Tests of outputs besides logits and a loss: the padded batch's, or an error in its place."""
 
 from __future__ import annotations
 

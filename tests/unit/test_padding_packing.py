@@ -55,7 +55,7 @@ def test_a_padding_plan_travels() -> None:
 
 
 def targets(labels: Tensor, mask: Tensor) -> list[list[int]]:
-    """What each token of each row is compared with by a loss that shifts; -100 is nothing."""
+    """Return what a loss that shifts compares each row's tokens with; -100 is nothing."""
     after = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     return [row[kept.bool()].tolist() for row, kept in zip(after, mask, strict=True)]
 
@@ -69,7 +69,7 @@ def test_without_padding_every_token_keeps_its_target(seed: int) -> None:
         mask &= torch.randint(0, 2, mask.shape, generator=generator)
     labels = torch.randint(0, 50, mask.shape, generator=generator)
     labels[mask == 0] = -100
-    # What is predicted from padding would be lost, so such batches are not packed.
+    # Targets predicted from padding would be lost, so such batches are not packed.
     labels[:, 1:][mask[:, :-1] == 0] = -100
     packing = plan(mask, labels)
     assert packing.obstacle is None

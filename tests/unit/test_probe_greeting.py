@@ -113,7 +113,7 @@ def test_a_stranger_is_refused_within_the_limit(
 
 
 def both(ends: Ends, theirs: bytes) -> tuple[object, object]:
-    """What a listening end with SECRET and a connecting one with `theirs` come to."""
+    """Return what a listening end with SECRET and a connecting one with `theirs` come to."""
 
     def result(call: Callable[..., object], connection: socket.socket, *rest: object) -> object:
         try:

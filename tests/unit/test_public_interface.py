@@ -272,7 +272,7 @@ STATISTICS = {"group", "op", "algorithm", "reason", "calls", "bytes", "time_us"}
 
 
 def changes(frozen: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What differs, in words; a default differs also by its type."""
+    """Return what differs, in words; a default differs also by its type."""
     lines = [f"{name} is gone" for name in frozen if name not in found]
     lines += [f"{name} is new" for name in found if name not in frozen]
     for name in frozen.keys() & found.keys():

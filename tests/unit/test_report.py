@@ -98,7 +98,7 @@ def test_rows_of_one_name_are_added_up(made: report.Report) -> None:
 def test_a_forked_child_counts_only_its_own(
     made: report.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a child is given of its parent's, with some more of an old row and a row of its own."""
+    """Give a child its parent's counts, with some more of an old row and a row of its own."""
     core = sys.modules["deepytorch_core._core"]
     monkeypatch.setattr(counts, "_at_fork", None)
     monkeypatch.setattr(counts, "_parents", None)
@@ -149,7 +149,7 @@ def test_recent_times_are_each_operations_own(
 
 
 def test_what_is_no_record_of_this_process_has_no_times(tmp_path: Path) -> None:
-    """Of a forked child, whose parent's descriptor may be another file by now."""
+    """Read other files: a forked child's parent's descriptor may be another one by now."""
     other = tmp_path / "file"
     for content in (b"", b"x" * 9000, b"dptfly01" + bytes(9000)):
         other.write_bytes(content)
@@ -222,7 +222,7 @@ def test_choices_made_in_python(
     monkeypatch.setattr(decisions, "_made", [])
     decisions.record("DDP buckets", "4+4 MiB", "faster than 1+25 MiB", times_ms={"4+4 MiB": 2.5})
     decisions.record("FSDP2 buffers", "in registered memory", "not measured: tune=off")
-    # What was measured is said, the rest is for who asks.
+    # A measured choice is said at once, the others only if somebody asks.
     line = "DDP buckets: 4+4 MiB, faster than 1+25 MiB (4+4 MiB 2.500 ms)"
     assert capsys.readouterr().err == f"deepytorch: {line}\n"
     made = report.report()

@@ -27,7 +27,7 @@ def bucket(start_s: float, seconds: float, **spent: float) -> dict[str, Any]:
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """Of a run of 10 s: 2.5 s waiting for data, 1 s measuring, 3 s in collectives besides."""
+    """Report a run of 10 s: 2.5 s waiting for data, 1 s measuring, 3 s in collectives besides."""
     row = {"group": "0", "op": "all_reduce", "reason": "small", "calls": 4, "bytes": 524288}
     plan = {
         "op": "all_reduce",

@@ -20,13 +20,13 @@ STEPS = 40
 
 
 def ring_us(ranks: int, num_bytes: float, halves: int = 2) -> float:
-    """Of all_reduce round a ring; half of it for all_gather and reduce_scatter."""
+    """Return the time of all_reduce round a ring; of all_gather or reduce_scatter, half of it."""
     hops = halves * (ranks - 1)
     return hops * ALPHA_US + hops / ranks * num_bytes * BETA_US
 
 
 def by_node_us(nodes: int, num_bytes: float) -> float:
-    """Of all_reduce in which nodes meet, and exchange shards unless these travel in the meeting."""
+    """Time all_reduce in which nodes meet, and exchange shards unless the meeting carries them."""
     others = nodes - 1
     if num_bytes * others <= 64 << 10:
         return others * ALPHA_US + others * num_bytes * BETA_US
@@ -35,14 +35,14 @@ def by_node_us(nodes: int, num_bytes: float) -> float:
 
 
 def row(op: str, calls: int, num_bytes: int, time_us: float, **changes: Any) -> dict[str, Any]:
-    """Of a group of all ranks; bytes and time of one call."""
+    """Return a row of a group of all ranks, given bytes and time of one call."""
     values = {"group": "0", "op": op, "algorithm": f"of {num_bytes}", "reason": "measured"}
     sums = {"calls": calls, "bytes": calls * num_bytes, "time_us": calls * time_us}
     return {**values, **sums, **changes}
 
 
 def course(step_ms: float, exposed_ms: float, **spent_ms: float) -> dict[str, Any]:
-    """Of steps that take so long, of it exposed; one is not timed."""
+    """Return a course of steps that take so long, part of it exposed; one is not timed."""
     spent = {"exposed": exposed_ms, "waited": 0.0, "data": 0.0, "tuning": 0.0, **spent_ms}
     timed = STEPS - 1
     found = {f"{name}_s": timed * ms / 1e3 for name, ms in spent.items()}
@@ -70,7 +70,7 @@ def saved(ranks: int = 4, **changes: Any) -> dict[str, Any]:
 
 
 def plan(op: str, ranks: int, num_bytes: int, **times_us: float) -> dict[str, Any]:
-    """What the tuner measured; the fastest stays."""
+    """Return what the tuner measured; the fastest stays."""
     chosen = min(times_us, key=times_us.__getitem__)
     return {
         "op": op,

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of files, and of what comes over the network."""
+"""Tests what SECURITY.md promises of files, and of what comes over the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepytorch", "deepytorch_core", "integrations", "recipes")
 SOMEBODY = 12345
 
-# Where objects may be unpickled, and why nobody else's can come there.
+# Places that may unpickle objects, and why nobody else's can come there.
 UNPICKLING = {
     # Horovod's own API: objects of the user's, from ranks that run the user's program.
     "integrations/horovod/functions.py": "broadcast_object and allgather_object",

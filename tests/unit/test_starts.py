@@ -15,7 +15,7 @@ Begun = tuple[int, float]  # sequence, and when in seconds
 
 
 def calls(rank: int, begun: Iterable[Begun], *groups: str, op: str = "all_reduce") -> Calls:
-    """Of a rank in `groups`, whose operations are of the first of them."""
+    """Return calls of a rank in `groups`, whose operations are of the first of them."""
     by_what = {(groups[0], sequence, op): round(at_s * 1e9) for sequence, at_s in begun}
     return Calls(rank, "job", {}, frozenset(groups), by_what)
 

@@ -1,4 +1,4 @@
-"""What is asked of a rendezvous store, of torch's and of programs' own. Ranks are threads."""
+"""Tests what is asked of rendezvous stores, torch's and programs' own. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepytorch_core import stores
 from deepytorch_core.agreement import agree, gather, numbered
 
 ROOT = Path(__file__).parents[2]
-# What a store need not have: asked for in the one module that knows what to do without.
+# A store need not have these. Only the module that knows what to do without asks for them.
 OPTIONAL = {
     *("compare_set", "multi_get", "multi_set", "num_keys", "delete_key", "list_keys"),
     *("queue_push", "queue_pop", "queue_len", "has_extended_api"),

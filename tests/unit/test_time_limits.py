@@ -33,14 +33,14 @@ def init(name: str | None, **kwargs: Any) -> None:
 
 
 def limit(group: Any = None) -> timedelta:
-    """What the group's backend goes by."""
+    """Return the time limit that the group's backend goes by."""
     group = c10d._get_default_group() if group is None else group
     found: timedelta = group._get_backend(CPU).options._timeout
     return found
 
 
 def is_longest(found: timedelta) -> bool:
-    """What C++ gives back of a century may be some minutes off."""
+    """Return whether it is a century, which C++ may give back some minutes off."""
     return abs(found - backend.LONGEST) < timedelta(hours=1)
 
 

@@ -31,7 +31,7 @@ def balanced(lengths: list[int], *args: Any, **kwargs: Any) -> TokenBalancedBatc
 
 
 def samples_per_step(batches_of_ranks: list[list[list[int]]], accumulation: int) -> list[list[int]]:
-    """What each optimizer step sees, over ranks and micro-batches, sorted."""
+    """Return what each optimizer step sees, over ranks and micro-batches, sorted."""
     (num_batches,) = {len(batches) for batches in batches_of_ranks}
     return [
         sorted(

@@ -81,7 +81,7 @@ def test_an_interaction_is_found_in_noise(seconds: Seconds, seed: int) -> None:
 
 
 def test_one_pass_over_the_settings_misses_it() -> None:
-    """What the search is better than."""
+    """Show what the search is better than."""
     machine = Machine(pays_beside_another)
     search = machine.search(budget_steps=7 * STEPS)
     assert search.best is not None

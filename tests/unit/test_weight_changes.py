@@ -1,4 +1,4 @@
-"""Which optimizers' steps may have changed which weights."""
+"""Tests which weights an optimizer's step may have changed."""
 
 from __future__ import annotations
 
