@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "horovod_tensorflow_
 
 
 def run(tmp_path: Path, *command: str) -> list[str]:
-    """What two ranks print, started as mpirun starts them."""
+    """Return what two ranks print, started as mpirun starts them."""
     ranks = []
     for rank in range(2):
         environment = {

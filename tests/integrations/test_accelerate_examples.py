@@ -44,7 +44,7 @@ PRELOAD = ("transformers.trainer", "transformers.models.bert.modeling_bert", "ac
 
 
 def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
-    """What `python -m module` prints, both streams; fails with it when it fails."""
+    """Return what `python -m module` prints, both streams; fail with it when it fails."""
     variables = {"OMP_NUM_THREADS": "1", "DEEPYTORCH_TUNE": "off", **variables}
     done = run_program(
         [sys.executable, "-m", *module, *map(str, arguments)],
@@ -56,7 +56,7 @@ def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
 
 
 def started(*script_and_arguments: str | Path, **variables: str) -> str:
-    """What two ranks print, in turn."""
+    """Return what two ranks print, in turn."""
     variables = {"DEEPYTORCH_TUNE": "off", **variables}
     printed, said = run_script(*script_and_arguments, variables=variables, preload=PRELOAD)
     return printed + said

@@ -35,7 +35,7 @@ PRELOAD = ("accelerate.test_utils.scripts.test_script", "deepytorch_core.compile
 
 
 def did(script: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank's report has; raises what the script raises."""
+    """Return what each rank's report has; raise what the script raises."""
     reporting = folder / "reporting.py"
     reporting.write_text(REPORTING)
     variables = {

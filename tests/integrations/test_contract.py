@@ -1,4 +1,4 @@
-"""What all adapters share: versions, options agreed by all ranks, changes that can be undone."""
+"""Tests what all adapters share: versions, options all ranks agree on, changes to be undone."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def start_tuning(model: Any, options: dict[str, Any], quick: Layout | None) -> N
 
 def tune(rank: int, world_size: int, options: dict[str, Any], quick: Layout | None) -> Any:
     def make_ddp() -> Any:
-        # What the job came with is one bucket.
+        # The job came with one bucket.
         return DistributedDataParallel(make_model(), bucket_cap_mb=1, gradient_as_bucket_view=True)
 
     # Three layouts, then the best and the first again.

@@ -33,7 +33,7 @@ def started(script: Path, *arguments: str) -> tuple[str, str]:
 
 
 def losses(printed: str) -> list[str]:
-    """What each rank said of its losses; the ranks' lines come mixed."""
+    """Return what each rank said of its losses; the ranks' lines come mixed."""
     return sorted(re.findall(r"rank \d.*?loss \d+\.\d{6}", printed))
 
 

@@ -171,7 +171,7 @@ def continue_from_checkpoints(folder: Path) -> list[list[float]]:
 
 
 class Arguments:
-    """What argparse makes of `--deepspeed_config`."""
+    """Arguments as argparse makes them of `--deepspeed_config`."""
 
     def __init__(self, path: str) -> None:
         self.local_rank = -1
@@ -306,7 +306,7 @@ def run_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, deepspeeds_ranks: dict[str, Any]) -> list[Any]:
-    """What every rank saw in PARTS. One job for all: what takes long is to start DeepSpeed."""
+    """Return what every rank saw in PARTS. One job serves all: DeepSpeed starts slowly."""
     folder = str(tmp_path_factory.mktemp("deepspeed"))
     return spawn_ranks(run_parts, 2, folder, **deepspeeds_ranks, timeout_s=200)
 
@@ -572,7 +572,7 @@ def monitored(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
 def test_deepspeeds_monitor_writes_figures(tmp_path: Path) -> None:
     first, second = spawn_ranks(monitored, 2, tmp_path)
     for one, other in zip(first, second, strict=True):
-        # What it steps in pieces is one step. An engine's first one can't be told from the last
+        # A step in pieces is one step. An engine's first one can't be told from the last
         # of an engine before it.
         assert one["steps"] == other["steps"]
         assert NUM_STEPS - 1 <= one["steps"] <= NUM_STEPS

@@ -1,4 +1,4 @@
-"""What DeepSpeed's configuration leaves open is measured: bucket sizes, the way of gradients."""
+"""Tests that measure what DeepSpeed's configuration leaves open: bucket sizes, gradients' way."""
 
 from __future__ import annotations
 

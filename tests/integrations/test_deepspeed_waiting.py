@@ -41,7 +41,7 @@ def engine(stage: int) -> Any:
 
 
 class Said(io.StringIO):
-    """What a rank prints; `told` is there once it has named the sleeper."""
+    """Output of a rank; `told` is there once it has named the sleeper."""
 
     def __init__(self, told: Path) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import pytest
 
 from deepytorch_core.testing import run_script
 
-# Where `make venv` puts them, apart from what they would bring along.
+# `make venv` puts them there, apart from what they would bring along.
 TRAINERS = Path(sys.prefix) / "trainers"
 VISION = Path(sys.prefix) / "vision"
 

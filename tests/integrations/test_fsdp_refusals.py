@@ -1,4 +1,4 @@
-"""What the FSDP adapters refuse: one line with the way out, on every rank, and nothing changed."""
+"""Tests of the FSDP adapters' refusals: a line with the way out on all ranks, nothing changed."""
 
 from __future__ import annotations
 

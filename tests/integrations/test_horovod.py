@@ -17,7 +17,7 @@ from deepytorch_core.testing import spawn_ranks
 
 
 def values(rank: int, shape: tuple[int, ...] = (7, 3), dtype: torch.dtype = torch.float32) -> Any:
-    """What each rank contributes: any rank can work out any other's."""
+    """Return what a rank contributes: any rank can work out any other's."""
     made = torch.arange(int(np.prod(shape)), dtype=torch.float64).reshape(shape) + 10 * rank + 1
     return made.to(dtype)
 

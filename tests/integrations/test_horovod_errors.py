@@ -1,4 +1,4 @@
-"""What can't be done is one line with the way out, on every rank; and nothing hangs."""
+"""Tests of what can't be done: one line with the way out, on every rank; and nothing hangs."""
 
 from __future__ import annotations
 

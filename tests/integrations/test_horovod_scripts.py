@@ -131,7 +131,7 @@ for turn in range(3):
 
 
 def started_by(launcher: dict[str, str], folder: Path, *command: str, **more: str) -> list[str]:
-    """What two ranks print that find a launcher's variables."""
+    """Return what two ranks print that find a launcher's variables."""
     ranks = []
     for rank in range(2):
         facts = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "JOB": 12345}
@@ -151,7 +151,7 @@ def started_by(launcher: dict[str, str], folder: Path, *command: str, **more: st
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], complaints
-    # Of what rank 0's slowness makes others say nothing: torch's store ends with rank 0.
+    # A slow rank 0 makes others warn, as torch's store ends with rank 0; they say nothing else.
     assert not [line for line in complaints.splitlines() if not line.startswith("[W")]
     assert not list(folder.glob("*/*")), "rank 0 takes the meeting point away"
     return [first, second]

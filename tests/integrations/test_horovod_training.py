@@ -351,7 +351,7 @@ def run_out_of_batches(rank: int, world_size: int) -> tuple[list[int], list[floa
 def test_join_lets_ranks_have_different_numbers_of_batches() -> None:
     found = spawn_ranks(run_out_of_batches, 3, backend="deepytorch")
     assert [last for last, _ in found] == [[1, 0]] * 3
-    # Of the ranks that were still there: 1 + 2 + 3, then 2 + 3, then 2 alone.
+    # Sums over the ranks that were still there: 1 + 2 + 3, then 2 + 3, then 2 alone.
     assert found[0][1] == [6.0, 3.0, 6.0, 4.0, 1.0, 3.0]
     assert found[1][1] == [6.0, 5.0, 2.0, 3.0, 6.0, 3.0]
     assert found[2][1] == [6.0, 5.0, 3.0, 6.0, 4.0, 3.0]

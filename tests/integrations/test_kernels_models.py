@@ -135,7 +135,7 @@ def test_kernels_of_many_models_count_steps_by_one_hook() -> None:
 
 
 class Rotary(nn.Module):
-    """What the replaced function of a Python module serves."""
+    """A model that the replaced function of a Python module serves."""
 
 
 def test_kernels_replace_rope_once_for_all_models_and_give_it_back() -> None:

@@ -1,4 +1,4 @@
-"""What nobody asked about lives no longer than without deepytorch, and imports nothing early."""
+"""Tests that what nobody asked about lives no longer than in stock and imports nothing early."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from deepytorch_core.testing import place, rank_store, spawn_ranks
 OFF = {"compile": "off", "kernels": "off", "padding_free": "off", "tune": "off"}
 STEPS = 6
 NAMES = {"step_ms", "exposed_share", "data_share", "operations", "mbytes", "native_share"}
-# What is seen only where a rank waited for another.
+# Figures that are seen only if a rank waited for another.
 WAITING = {"waited_share", "straggler", "straggler_share"}
 LATE_S = 0.5  # how much later one of two ranks begins each step
 
@@ -99,7 +99,7 @@ def check_waiting(found: dict[str, list[tuple[int, float]]], steps: list[int], l
         assert [step for step, _ in later[name]] == steps[1:], name
     assert [rank for _, rank in later["straggler"]] == [late] * (len(steps) - 1)
     for name in ("waited_share", "straggler_share"):
-        # Of two ranks only one waits at a time, so it is not more than all the time.
+        # Only one of two ranks waits at a time, so it is not more than all the time.
         assert all(0 < share <= 1 for _, share in later[name]), (name, later[name])
 
 

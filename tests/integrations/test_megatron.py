@@ -468,7 +468,7 @@ def test_the_factorys_example_runs() -> None:
 
 
 def run_script(rank: int, world_size: int, script: str) -> tuple[str, int]:
-    """What a script prints that was written for torchrun, and how many native calls it made."""
+    """Run a script written for torchrun; return what it prints and its number of native calls."""
     pretend_gpus()
     from deepytorch_core import _core
 

@@ -33,14 +33,14 @@ def test_the_bits_are_those_of_torchs_own_copy(size: int, monkeypatch: pytest.Mo
 
 
 class Flat(SimpleNamespace):
-    """What is asked of flat weights before they are copied."""
+    """Flat weights, with only what is asked of them before they are copied."""
 
     def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(device=torch.device(device), dtype=dtype, data=None)
 
 
 class Optimizer:
-    """What is used of DeepSpeed's."""
+    """The part of DeepSpeed's optimizer that is used."""
 
     def __init__(self, rounded: list[Any], exact: list[Any]) -> None:
         self.fp16_partitioned_groups_flat = rounded

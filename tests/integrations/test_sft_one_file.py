@@ -86,7 +86,7 @@ def test_it_trains_and_goes_on_from_its_checkpoint(files: Path, tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def alone(files: Path) -> list[dict[str, float]]:
-    """Of one rank that has the rows of two in each step: the same order, so the same losses."""
+    """Train on one rank with the rows of two in each step: the same order, so the same losses."""
     done = run(files, files / "alone", "--epochs=1", "--rows=8")
     assert done.returncode == 0, done.stderr
     return metrics(files / "alone")

@@ -182,7 +182,7 @@ def count_rows(model: Any) -> set[int]:
 
 
 def figures(trainer: Any) -> list[dict[str, float]]:
-    """What each step logs, but its time."""
+    """Return what each step logs, but its time."""
     trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]
     assert len(steps) == STEPS

@@ -19,7 +19,7 @@ from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")
 
-# Where ranks waited for each other in an adapter, that took as long as the group's time limit.
+# Ranks that wait for each other in an adapter take as long as the group's time limit.
 LIMIT_S = 50.0
 
 
