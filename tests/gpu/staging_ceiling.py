@@ -1,4 +1,4 @@
-"""What the host gives CPU-Reduce at most: copies both ways at once, with the reducers running.
+"""Measures CPU-Reduce's ceiling on the host: copies both ways at once, with reducers running.
 
     python tests/gpu/staging_ceiling.py --gpus 4 --slot 1M --threads 4
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
 
 def _barrier(rank: int, world_size: int, *, bound: bool) -> tuple[str, list[int], list[float]]:
-    """What NCCL's backend says, the bytes taken on each GPU but the rank's own, and the sum."""
+    """Return what NCCL's backend says, bytes taken on each GPU but the rank's own, and the sum."""
     if torch.cuda.device_count() < world_size:
         config.set_where_unset({"NCCL_HOSTID": f"node-{rank}"})  # NCCL refuses to share a GPU
         device = torch.device("cuda", 0)

@@ -182,7 +182,7 @@ def _mappings() -> int:
 
 
 def _memory(rank: int, world_size: int) -> None:
-    """What a group pins it gives back; freed device memory does not wait for what is under way."""
+    """Free groups: each unpins its memory; freed device memory waits for nothing under way."""
     device = rank_gpu(rank)
     value = torch.ones(1 << 20, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.AVG)

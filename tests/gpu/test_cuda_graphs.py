@@ -377,7 +377,7 @@ def test_graphs_that_are_not_used_any_more_are_let_go() -> None:
     passes(model, 40, x)
     assert "keeps the gradients" in (found.failure or "")
     assert not found.has_replays
-    # Whoever is in a cycle with the recorder keeps it, but not their memory.
+    # A cycle with the recorder keeps it, but not the graphs' memory.
     assert not found._recorder._loans._graphs
     del kept
 

@@ -181,7 +181,7 @@ TINY: dict[str, dict[str, Any]] = {
     "Blenderbot": {"vocab_size": VOCABULARY, "d_model": 16},
     "Whisper": {"vocab_size": VOCABULARY, "d_model": 16, "num_mel_bins": 8},
 }
-"""Of what draws for its layers in transformers before 5.2x; later versions ask for 0 first."""
+"""Models that draw for their layers in transformers before 5.2x; later ones ask for 0 first."""
 
 
 def tiny(family: str) -> Any:

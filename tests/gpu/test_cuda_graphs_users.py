@@ -1,4 +1,4 @@
-"""What people do around a model that is replayed: it trains as stock does, or is left alone."""
+"""Tests of users' doings around a replayed model: it trains as stock does, or is left alone."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_packed_rows_are_looked_for_again_after_two_captures_at_once() -> None:
 
 
 class Seen(list[int]):
-    """What a pass adds to, as generation does to its cache."""
+    """A list that a pass adds to, as generation does to its cache."""
 
 
 class Large(Layers):

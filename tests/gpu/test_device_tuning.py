@@ -55,7 +55,7 @@ def _plans() -> list[dict[str, Any]]:
 
 
 def _decides(rank: int, world_size: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the first group decided, and the second, which is like it."""
+    """Return what the first group decided, and the second, which is like it."""
     from deepytorch_core import _core
 
     _exercise(rank, world_size)
@@ -334,7 +334,7 @@ def test_every_algorithm_is_right_at_every_size(tmp_path: Path, world_size: int)
 
 @pytest.fixture
 def copy_engines(tmp_path: Path) -> dict[str, str]:
-    """Of processes whose profile says that copy engines are fastest."""
+    """Return variables of processes whose profile says that copy engines are fastest."""
     profile = tmp_path / "profile.json"
     native = _environment(profile, DEEPYTORCH_COLLECTIVES="native")
     spawn_ranks(_gathers, 2, backend=BACKEND, env=native, fresh=True)

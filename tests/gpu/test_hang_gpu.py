@@ -1,5 +1,5 @@
-"""Of operations on GPUs the record knows when they began: enough to name the rank that began too
-few, whether a kernel of ours or NCCL carries them out."""
+"""Tests of the record on GPUs: it knows when operations began, enough to name the rank that
+began too few, whether a kernel of ours or NCCL carries them out."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_operations_in_flight_together_give_exact_sums(nodes: str) -> None:
 
 @pytest.mark.timeout(150)
 def test_what_is_measured_gives_exact_sums() -> None:
-    """Which way is faster depends on the machine."""
+    """Allow either way: the machine decides which is faster."""
     nodes = "a,a,b,b"
     env = {"DEEPYTORCH_NODE_ID": nodes, "DEEPYTORCH_COLLECTIVES": "auto"}
     how: Any = {"backend": BACKEND, "env": env, "fresh": True, "timeout_s": 120}

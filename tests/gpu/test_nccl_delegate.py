@@ -87,7 +87,7 @@ def _computes_on(rank: int, world_size: int) -> bool:
 
 
 def _lists(rank: int, world_size: int) -> list[list[float]]:
-    """Of lists of tensors, small and large ones: first and last of each result, three times."""
+    """Run thrice on lists of small and large tensors; return the first and last of each result."""
     device = rank_gpu(rank)
     torch.manual_seed(rank)
     sizes = [1001, 1 << 24, 7, 1 << 22]

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
 LENGTHS = (33, 128, 1, 90, 57)
 # The longest, rounded up to a power of two, is more than all tokens together.
 ONE_LONG = (300, 5)
-# Of the largest gradient of a parameter: what rounding leaves, with matrices multiplied in TF32.
+# Shares of a parameter's largest gradient that rounding leaves, with matrices in TF32.
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-# Of the loss, so that gradients in float16 are no numbers below its normal range.
+# Scales the loss, so that gradients in float16 are no numbers below its normal range.
 SCALE = 2.0**12
 
 

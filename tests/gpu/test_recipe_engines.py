@@ -33,7 +33,7 @@ ENGINES = {
 
 
 def _losses(folder: Path, *settings: str) -> list[float]:
-    """Of each step of a small Llama, trained from its command by two processes."""
+    """Return each step's loss of a small Llama, trained from its command by two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--module", "deepytorch.recipes.llama_sft"]
     command += [f"steps={STEPS}", f"output_dir={folder}", "sample_tokens=1", *settings]

@@ -232,7 +232,7 @@ def test_memory_is_freed_and_made_again(world_size: int) -> None:
 
 
 def _freed_memory_is_gone(rank: int, world_size: int) -> None:
-    """What rank 0 frees is free on the device, though the others had it mapped."""
+    """Free memory of rank 0: the device has it back, though the others had it mapped."""
     device = rank_gpu(rank)
     _meet(device)
     size = 1 << 30
@@ -255,7 +255,7 @@ def test_freed_memory_is_gone() -> None:
 
 
 def _makes_room(rank: int, world_size: int) -> None:
-    """What torch only keeps in its cache does not stand in the way of registered memory."""
+    """Take registered memory although torch's cache keeps most memory: it gives way."""
     device = rank_gpu(rank)
     if rank == 0:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Who begins collectives of GPUs last, and the line that called them: kernels of ours, and NCCL."""
+"""Tests of the rank that begins collectives of GPUs last, and of its line: our kernels, NCCL."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PARTIAL = {
     "star": "-444,4---,4---,4---",
     "ring": "-21-,2--1,1--2,-12-",
     "bridged pairs and one link": "-4--,4-1-,-1-4,--4-",
-    # Of eight V100 with six NVLinks each.
+    # Eight V100 with six NVLinks each.
     "hybrid cube": "-1122---,1-21-2--,12-2--1-,212----1,2----112,-2--1-21,--1-12-2,---1212-",
 }
 # All reach each other, some better than others.
@@ -341,7 +341,7 @@ def _favour(profile: Path, algorithm: str) -> None:
 
 
 def _along_trees(rank: int, world_size: int) -> None:
-    """What the profile says is fastest, also in registered memory, where peers may write."""
+    """Go the way that the profile says is fastest, also in registered memory, which peers write."""
     from deepytorch_core import _core
 
     device = rank_gpu(rank)
