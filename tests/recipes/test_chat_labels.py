@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a conversation are trained, and the sample that is printed after training."""
+"""Tests of the trained tokens of a conversation, and of the sample printed after training."""
 
 import random
 import string
@@ -31,7 +31,7 @@ PHI3 = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
 )
-# Of all answers but the last the thoughts are dropped.
+# Thoughts of all answers but the last are dropped.
 THOUGHTFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set parts = m.content.split('</think>') %}"
     "{% if m.role == 'assistant' and loop.last %}<think>\n{{ parts[0] | replace('<think>', '') "

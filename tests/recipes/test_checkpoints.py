@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a run when files, data or processes fail: each says so, and little is lost."""
+"""Tests of runs whose files, data or processes fail: each says so, and little is lost."""
 
 import contextlib
 import glob

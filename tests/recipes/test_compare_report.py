@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --compare makes of its samples, without training anything."""
+"""Tests what --compare makes of its samples, without training anything."""
 
 import json
 import math

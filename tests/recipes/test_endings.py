@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ctrl-C does where there is nothing to save, a second one, and the end of another rank."""
+"""Tests of Ctrl-C with nothing to save, of a second one, and of the end of another rank."""
 
 import multiprocessing
 import os
@@ -64,7 +64,7 @@ def test_only_settings_that_were_given_are_said_to_be_left_out(capsys):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """What `os._exit` is called with, in place of ending this process; and a wait for that."""
+    """Record what `os._exit` is called with, in place of ending this process; and a wait for it."""
     statuses, came = [], threading.Event()
     own, really_end = os.getpid(), os._exit
 

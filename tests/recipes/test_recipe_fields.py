@@ -27,7 +27,7 @@ ABLE = """{%- for tool in tools or [] %}[TOOL {{ tool | tojson }}]{% endfor %}
 {%- endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}
 {{- call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-# What the assistant says is marked, and nothing but system, user and assistant has a place.
+# The assistant's words are marked, and nothing but system, user and assistant has a place.
 MARKED = (
     "{% for m in messages %}{% if m.role in ('system', 'user') %}<|im_start|>{{ m.content }}"
     "{% elif m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"

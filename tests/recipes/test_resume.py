@@ -231,7 +231,7 @@ def test_what_a_rank_cannot_read_is_an_error_of_all(one_rank, tmp_path, monkeypa
     assert save(FakeEngine(torch.ones(2)), 3, tmp_path) is None
     (path,) = _checkpoint.checkpoints(tmp_path)
     (path / "state.pt").write_bytes(content)
-    # Of each node only the first rank looks at all files.
+    # Only the first rank of each node looks at all files.
     monkeypatch.setattr(_checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 1)
     with pytest.raises(RecipeError, match="cannot resume from"):
         _checkpoint.load(FakeEngine(), path, process(), facts={})

@@ -178,7 +178,7 @@ def test_whole_unet_is_saved_as_a_pipeline(tmp_path):
         assert image.size == (4 * 32, 32)
     (made,) = tmp_path.glob("stable_diffusion_dreambooth-class-32px-*")
     assert len(list(made.glob("*.png"))) == 2
-    # What was saved is what the same recipe can start from.
+    # The same recipe can start from the saved model.
     words = [f"model={run_dir / 'pipeline'}", "steps=1", f"class_data={made}", *DIFFUSION]
     run(stable_diffusion_dreambooth, tmp_path / "again", *words, "kernels=off")
 
