@@ -1,4 +1,4 @@
-"""What is replaced in other libraries is listed, and given back; what is asked for by name wins."""
+"""Tests of parts replaced in other libraries: listed, given back; one asked for by name wins."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Pat
     }
     assert unlisted == set()
     assert found["off"] == []
-    # What came with the models is in the command's list as well.
+    # Patches that came with the models are in the command's list as well.
     assert {("accelerate.accelerator.Accelerator", "prepare")} <= listed
     later = {one[:2] for one in explain_patches.LATER}
     at_once = [one for one in listed if one not in later]

@@ -25,7 +25,7 @@ FOLDERS = {
     "with_ignite": [str(TRAINERS)],
     "with_composer": [str(TRAINERS), str(VISION)],
 }
-# What the arms have before the script, and after it.
+# Code of the arms before the script, and after it.
 ARMS = {
     "neither": "runpy.run_path(sys.argv[0], run_name='__main__')",
     "import": "import deepytorch\nrunpy.run_path(sys.argv[0], run_name='__main__')",

@@ -45,7 +45,7 @@ TYPOS = [
 
 
 def files(folder: Path) -> None:
-    """What the commands find where they are typed."""
+    """Write the files that the commands find where they are typed."""
     record = {"instruction": "Say hello.", "output": "Hello."}
     (folder / "alpaca.jsonl").write_text(json.dumps(record) + "\n")
     (folder / "notes.docx").write_text("PK")
