@@ -99,7 +99,7 @@ class Arm:
         self._path += map(Path, given.split(os.pathsep)) if given else []
 
     def run(self, batch: Batch, tests: Sequence[str] | None = None) -> Rows:
-        """What becomes of all tests of these files, or of some of them, which run again."""
+        """Run all tests of these files, or some of them again; return what becomes of each."""
         rows = self._folder / f"{batch.label}{'.again' if tests else ''}.jsonl"
         rows.write_text("")
         began = time.monotonic()
@@ -156,7 +156,7 @@ class Arm:
         return Counter(line["test"] for line in lines(self._groups))
 
     def decisions(self) -> dict[str, Counter[str]]:
-        """What `deepytorch.report()` of all processes would list: how often what was chosen."""
+        """Count choices, as `deepytorch.report()` of all processes would list them."""
         chosen: dict[str, Counter[str]] = {}
         for line in lines(self._decisions):
             chosen.setdefault(line["what"], Counter())[line["chosen"]] += 1
@@ -227,6 +227,6 @@ def _outcome(rows: Rows, test: str) -> str:
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """What processes have told so far, one JSON object a line."""
+    """Return what processes have told so far, one JSON object a line."""
     written, _, _ = file.read_text().rpartition("\n")  # the last may still be on its way
     return [json.loads(line) for line in written.splitlines()]

@@ -89,7 +89,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def our_variables(ranks: int) -> list[dict[str, str]]:
-    """What horovodrun tells each rank; the port is what tells one job from another here."""
+    """Return what horovodrun tells each rank; the port tells one job from another here."""
     job = f"{os.getpid()}{next(_jobs):04}"
     return [{**place(rank, ranks), "HOROVOD_GLOO_RENDEZVOUS_PORT": job} for rank in range(ranks)]
 
@@ -116,7 +116,7 @@ class Stock:
             del sys.modules[name]
 
     def variables(self) -> list[dict[str, str]]:
-        """What horovodrun tells each rank of the next job."""
+        """Return what horovodrun tells each rank of the next job."""
         self._server.init(self._plan)
         meeting = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
@@ -223,7 +223,7 @@ def ends(ranks: set[int]) -> Iterator[tuple[int, int | None]]:
 
 
 def outcome_of(output: Path, ended_by: int | None) -> Outcome:
-    """What a rank said in the end, or how it ended without a word."""
+    """Return what a rank said in the end, or how it ended without a word."""
     text = output.read_text(errors="replace") if output.exists() else ""
     if ended_by == 0 and text.strip():
         last = text.strip().splitlines()[-1]

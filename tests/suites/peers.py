@@ -44,7 +44,7 @@ _ZERO = (
 
 @dataclass(frozen=True)
 class Suite:
-    """Which tests of a project, and how they run.
+    """Selects tests of a project, and says how they run.
 
     Attributes:
         files: globs below the checkout; what follows "!" is left out.

@@ -38,7 +38,7 @@ CHOICE = [
     "elastic/**/*.py",
     "launcher/*.py",
 ]
-# What PyTorch's run_test.py sets for a file; such a file has a process of its own.
+# PyTorch's run_test.py sets these for a file; such a file has a process of its own.
 ENVIRONMENT = {"test_distributed_spawn.py": {"BACKEND": "gloo", "WORLD_SIZE": "3"}}
 OPTIONS = ("-c", os.devnull, "--noconftest")
 

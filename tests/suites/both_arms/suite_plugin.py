@@ -79,7 +79,7 @@ def _write(row):
 
 
 class _Preparation(dict):
-    """What a child of multiprocessing is told first, with its parent's environment of that time."""
+    """Data that a multiprocessing child gets first, with its parent's environment of that time."""
 
     def __reduce__(self):
         return _prepare, (dict(os.environ), dict(self))
