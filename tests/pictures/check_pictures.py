@@ -1,4 +1,4 @@
-"""What people see still looks as it did: the report, a machine, the README's chart, docs pages.
+"""Checks that what people see looks as it did: report, machine, the README's chart, docs pages.
 
 `make test-pictures` runs it. Pictures of what is seen now are written to build/pictures; if a
 change is meant, look at them and copy them to tests/pictures/expected.
@@ -50,7 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compare(name: str) -> None:
-    """What is seen against what was expected."""
+    """Compare what is seen with what was expected."""
     expected, seen = EXPECTED / f"{name}.png", SEEN / f"{name}.png"
     assert expected.exists(), f"look at {seen} and copy it to {expected}"
     assert expected.stat().st_size <= MOST_BYTES

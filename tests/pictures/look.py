@@ -83,9 +83,9 @@ def means(image: Image.Image) -> np.ndarray:
 
 
 def differing(one: Image.Image, other: Image.Image) -> np.ndarray:
-    """Which cells of `one` have no like in `other`, there or near it: [rows, columns].
+    """Return which cells of `one` have no like in `other`, there or near it: [rows, columns].
 
-    What moves out of the window can't be found: cells at its lower and right edge do not count.
+    Parts that move out of the window can't be found: cells at its lower and right edge don't count.
     """
     width, height = (CELL * ((size - MOVED) // CELL) for size in one.size)
     ours = means(one)[:height:CELL, :width:CELL]
@@ -99,7 +99,7 @@ def differing(one: Image.Image, other: Image.Image) -> np.ndarray:
 
 
 def difference(one: Image.Image, other: Image.Image) -> str:
-    """What tells one picture from another, in words; "" where they look the same."""
+    """Return what tells one picture from another, in words; "" if they look the same."""
     if any(abs(a - b) > CELL for a, b in zip(one.size, other.size, strict=True)):
         return f"sizes are {one.size} and {other.size}"
     size = tuple(min(pair) for pair in zip(one.size, other.size, strict=True))
