@@ -1,4 +1,4 @@
-"""What must work in every environment that deepytorch is installed in; started by torchrun.
+"""Checks of what must work in every environment with deepytorch installed; torchrun starts it.
 
     torchrun --standalone --nproc-per-node 2 smoke.py
 

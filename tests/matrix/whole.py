@@ -1,4 +1,4 @@
-"""What an installed deepytorch must do in a fresh environment: `python whole.py ADAPTER`.
+"""Tests an installed deepytorch in a fresh environment: `python whole.py ADAPTER`.
 
 ADAPTER is `prebuilt` where the wheel carries one, when nothing may be compiled, else `compiled`.
 Runs collectives and a DDP training on two ranks, doctor, topology and report, then uninstalls
@@ -24,7 +24,7 @@ CACHE = Path(os.environ["DEEPYTORCH_CACHE_DIR"])
 
 
 def run(*command: str | Path, statuses: tuple[int, ...] = (0,)) -> str:
-    """What the command prints; fails, showing all of it, when its exit status is another."""
+    """Return what the command prints; fail, showing all of it, when its exit status is another."""
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=600
     )
