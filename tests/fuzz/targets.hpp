@@ -1,4 +1,4 @@
-// What bytes from outside reach first, as functions of those bytes alone.
+// Code that bytes from outside reach first, as functions of those bytes alone.
 //
 // Each returns 0 and ends: whatever comes in, the only thing that may leave the code under test is
 // dpt::Error of the documented status, and what it accepts must survive being written and read

@@ -1,4 +1,4 @@
-"""What users write, fuzzed: whatever it is, it is taken or refused in words.
+"""Fuzzes what users write: whatever it is, it is taken or refused in words.
 
 A short, repeatable part runs in `make test`. `make fuzz` runs the same properties with new examples
 for as long as it is asked to: `pytest tests/fuzz --fuzz-seconds 60`.
@@ -59,7 +59,7 @@ YAML_TEXT = st.text(
 
 
 def load(text: str) -> Config | None:
-    """What the YAML gives; None if it was refused."""
+    """Return what the YAML gives; None if it was refused."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_text(text, encoding="utf-8")
@@ -92,7 +92,7 @@ def test_options_are_taken_or_refused_by_name(section: dict[str, Any]) -> None:
     if refusal:
         assert any(repr(name) in refusal or name in refusal for name in section), refusal
         return
-    # What was taken means the same when it is said again.
+    # Options that were taken mean the same when they are said again.
     assert Options.from_mapping(options.to_dict()) == options
 
 
