@@ -182,7 +182,7 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dtype:
-    """Return the type of DeepSpeed's messages, unless told otherwise the model's in training."""
+    """Return DeepSpeed's type of communication by default: the model's in training."""
     for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         given = configuration.get(section)
         if isinstance(given, Mapping) and given.get("enabled"):

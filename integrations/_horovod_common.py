@@ -1,4 +1,4 @@
-"""The Horovod API of every framework: names, reduce ops, the ranks of a process.
+"""The Horovod API that all frameworks share: names, reduce ops, ranks of a process.
 
 Imports neither torch nor TensorFlow.
 """

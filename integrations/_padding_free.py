@@ -30,7 +30,7 @@ BATCH_KEY = "deepytorch_packing"
 _NAME = "padding_free"
 _WHAT = "padding-free"
 
-# Packed rows whose passes are replayed have so many: each is a graph more, fewer fill up more.
+# Packed rows of replayed passes have so many sizes: each is a graph more, fewer fill up more.
 _NUM_SIZES = 6
 
 

@@ -19,7 +19,7 @@ from ._world import ProcessSet
 Facts = dict[str, Any]
 """Plain values by name, of which JSON gives the same back."""
 
-# All ranks must tell these alike; with Horovod's word for each.
+# All ranks must tell these alike; the values are Horovod's words for them.
 _ALIKE = {
     "kind": "operations",
     "dtype": "data types",
