@@ -1,4 +1,4 @@
-"""What deepytorch does to one `accelerate.Accelerator`, whoever built it.
+"""Changes one `accelerate.Accelerator` for deepytorch, whoever built it.
 
 Shared by the adapters of Accelerate and of transformers, whose Trainer builds an Accelerator. Put
 in place, on that object alone:

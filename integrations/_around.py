@@ -18,7 +18,7 @@ Around = Callable[..., Any]
 _Place = tuple[type, str]
 
 _WHY = "calls on single objects go through what an adapter has put there"
-# What calls go through, by object and method.
+# The functions that calls go through, by object and method.
 _arounds: Any = WeakIdKeyDictionary()
 _dispatching: dict[_Place, Patches] = {}
 

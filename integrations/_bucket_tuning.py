@@ -156,7 +156,7 @@ class BucketTuning:
 
     def _finish(self, ddp: Any, layout: Layout, rows: list[list[float]]) -> None:
         self._stop(ddp, layout)
-        # Of what was measured twice, the second time.
+        # The second time counts for a layout that was measured twice.
         times = {str(one): row for (one, _), row in zip(self._blocks, rows, strict=True)}
         reason = "nothing is faster" if layout == self._base else f"faster than {self._base}"
         decisions.record(WHAT, str(layout), reason, times_ms=timing.in_ms(times))
@@ -200,7 +200,7 @@ class _JoinHook:
 
 
 class _Inert:
-    """What becomes of the hook in a copy of the module."""
+    """Stands for the hook in a copy of the module, and does nothing."""
 
     def __call__(self, ddp: Any, inputs: Any) -> None:
         return None

@@ -52,7 +52,7 @@ from deepytorch_core.nn.loss import IGNORED_LABEL
 from deepytorch_core.nn.weight_changes import say_late, steps, too_late
 
 KIND = "causal_loss"
-# What the stock loss is called; models with another one keep it.
+# The stock loss has this name; models with another one keep it.
 _LOSS = "ForCausalLMLoss"
 # Forward passes of training in which the logits are computed as ever, see HeadForward.
 WATCHED = 4
@@ -195,7 +195,7 @@ class _LossKernel(Kernel):
         return undo
 
 
-# Where transformers keeps a loss that was set, and where any other object would.
+# transformers keeps a loss that was set under the first name, any other object under the second.
 _LOSS_NAMES = ("_loss_function", "loss_function")
 
 
@@ -318,7 +318,7 @@ class HeadForward:
         return self.dropped
 
     def logits(self, hidden: torch.Tensor, weights: Weights, made_at: Moment) -> torch.Tensor:
-        """What stock computes, through the module's hooks, so with whole weights."""
+        """Compute what stock does, through the module's hooks, so with whole weights."""
         armed, self.armed = self.armed, False
         is_sharded = weights.are_others() or is_partitioned(self.head)
         if not armed and is_sharded:
@@ -411,13 +411,13 @@ def is_partitioned(module: nn.Module) -> bool:
     return any(hasattr(one, "ds_id") for one in module.parameters())
 
 
-# What torch calls in place of a module's hooks and forward, where there is one.
+# If a module has this, torch calls it in place of the module's hooks and forward.
 _PAST_HOOKS = "_compiled_call_impl"
 Moment = tuple[int, list[int]]
 
 
 class Weights:
-    """Which parameters a head had, without keeping them.
+    """Notes which parameters a head had, without keeping them.
 
     ZeRO-3, FSDP1 and FSDP2 train other ones than those that they were given. CUDA graphs are made
     with other ones too, but in the same memory (`deepytorch_core.compile.recorder`).
@@ -426,7 +426,7 @@ class Weights:
     def __init__(self, head: nn.Module) -> None:
         self._head = head
         self._noted: list[weakref.ref[nn.Parameter]] | None = None
-        # Whoever copies or unpickles a head makes this before the head has any attribute.
+        # In a copied or unpickled head this is made before the head has any attribute.
         if "_parameters" in vars(head):
             self._then()
 
@@ -480,7 +480,7 @@ def _are_whole(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 class LeavesOut(Protocol):
-    """What stands in a head's `forward`; `armed` says whether it may leave out the logits."""
+    """Stands in a head's `forward`; `armed` says whether it may leave out the logits."""
 
     armed: bool
 

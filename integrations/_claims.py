@@ -1,7 +1,7 @@
-"""Who takes care of a model: an adapter, the script by name, or nobody yet.
+"""Keeps who takes care of a model: an adapter, the script by name, or nobody yet.
 
-What is on without being asked for comes to a model once, by whoever is first. What somebody asks
-for by name stays, and replaces what came unasked.
+Changes that are on unasked come to a model once, by whoever is first. Those that somebody asks for
+by name stay, and replace those that came unasked.
 """
 
 from __future__ import annotations

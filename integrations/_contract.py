@@ -1,4 +1,4 @@
-"""What every adapter keeps to: versions, options that all ranks share, changes that can be undone.
+"""Rules for every adapter: versions, options that all ranks share, changes that can be undone.
 
 An adapter checks its framework with `require`, calls `join` once the ranks are connected, keeps
 what it changes in a `Changes` that it marks the changed object with, and offers `undo`.
@@ -58,7 +58,7 @@ def require(distribution: str, versions: str, *, tested: str) -> None:
 
 
 class Changes:
-    """What an adapter has changed on objects that are not ours; `undo` puts all of it back.
+    """Changes of an adapter to objects that are not ours; `undo` puts all of them back.
 
     A copy of a changed object has nothing to undo, and what is pickled can be read where there is
     no deepytorch: there an empty dict stands for a `Changes`, and its own method for each function
@@ -203,7 +203,7 @@ def undo(changed: Any, adapter: str) -> bool:
 
 
 def _own(changed: Any) -> Mapping[str, Any]:
-    # Whatever an adapter is given by mistake: not everything has attributes of its own.
+    # An adapter may be given anything by mistake: not everything has attributes of its own.
     attributes: Mapping[str, Any] = getattr(changed, "__dict__", {})
     return attributes
 
@@ -214,7 +214,7 @@ def _attribute(adapter: str) -> str:
 
 @dataclass(frozen=True)
 class Joined:
-    """What `join` put in force; `leave` puts the former state back."""
+    """The options that `join` put in force; `leave` puts the former state back."""
 
     options: Options
     _activated: bool
@@ -419,7 +419,7 @@ def _awaited(least_s: float) -> str:
 
 
 def _doing(absent: list[int]) -> str:
-    """What one of them does instead, in parentheses; empty where that can't be known from here."""
+    """Return what one of them does instead, in parentheses; empty if nothing here can tell."""
     hang = sys.modules.get("deepytorch_core.hang.live")  # there where deepytorch serves a group
     seen = hang.whereabouts(absent) if hang is not None else ""
     return f" ({seen})" if seen else ""

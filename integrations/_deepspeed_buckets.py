@@ -43,8 +43,8 @@ CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
 # DeepSpeed's own for reductions. Not measured, as it would take gigabytes and, on slow links,
 # seconds: at such sizes what an element takes more is known from smaller ones.
 DEFAULT = 500_000_000
-# What DeepSpeed's own Python and its launches take for a bucket, which can't be measured before
-# there is an engine: 0.2 to 0.3 ms on a CPU, 0.6 to 0.7 ms on an H100's host, ZeRO-2.
+# DeepSpeed's own Python and its launches take this for a bucket: 0.2 to 0.3 ms on a CPU, 0.6 to
+# 0.7 ms on an H100's host, ZeRO-2. It can't be measured before there is an engine.
 PER_BUCKET_S = 0.5e-3
 # A size this much slower than the best is as good as the best.
 NEARLY = 1.1
@@ -55,12 +55,12 @@ _LIMIT_S = 1.0
 
 _ALL_REDUCE = "use_multi_rank_bucket_allreduce"
 _OVERLAP = "overlap_comm"
-# Whose memory or streams take part in an overlap in ways of their own; rather DeepSpeed's default.
+# Memory or streams of these take part in an overlap in their own ways: DeepSpeed's default stays.
 _NOT_BESIDE = ("offload_optimizer", "cpu_offload", "zenflow")
 _NUM_BESIDE = 4  # buckets that are reduced beside matrix products
 _MATRIX = 4096  # rows and columns of those
 _PREFETCH = ("stage3_prefetch_bucket_size", "prefetch_bucket_size")
-# What `deepytorch tune` calls them.
+# `deepytorch tune` calls them so.
 _KNOBS = {
     "reduce_bucket_size": "zero_reduce_bucket",
     **dict.fromkeys(_PREFETCH, "zero_prefetch_bucket"),
@@ -142,7 +142,7 @@ def fill_bucket_sizes(
 
 
 def _tuned(zero: Mapping[str, Any], stage: int, open_keys: list[str]) -> dict[str, int]:
-    """Of what is left open, what `deepytorch tune` found, or tries in this job."""
+    """Return the open settings that `deepytorch tune` found, or tries in this job."""
     found: dict[str, int] = {}
     for key in ["reduce_bucket_size", *([_prefetch_key(zero)] if stage == 3 else [])]:
         fixed = "" if key in open_keys else f"DeepSpeed's configuration gives {key}"
@@ -182,7 +182,7 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _dtype(configuration: Mapping[str, Any], model: torch.nn.Module) -> torch.dtype:
-    """What DeepSpeed communicates in, unless told otherwise: the model's type in training."""
+    """Return DeepSpeed's type of communication by default: the model's in training."""
     for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         given = configuration.get(section)
         if isinstance(given, Mapping) and given.get("enabled"):

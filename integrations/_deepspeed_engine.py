@@ -1,4 +1,4 @@
-"""What deepytorch does to a model before DeepSpeed has it, and to the engine that DeepSpeed makes.
+"""Changes a model before DeepSpeed has it, and the engine that DeepSpeed makes.
 
 For the adapter, and for scripts that know nothing of it.
 """

@@ -98,7 +98,7 @@ class _Timed:
             self._began = None
 
 
-# Of the default classes, so that torch lets them be replaced by either kind at the end.
+# It derives from the default class, so that torch lets either kind replace it at the end.
 class _AllGather(_Timed, stock.DefaultAllGather):
     def __init__(self, trial: Trial, group: Any) -> None:
         kinds = {

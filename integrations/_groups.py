@@ -1,4 +1,4 @@
-"""What the DDP and FSDP adapters ask of a process group, and measure on it."""
+"""Answers what the DDP and FSDP adapters ask of a process group, and measures on it."""
 
 from __future__ import annotations
 

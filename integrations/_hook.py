@@ -20,7 +20,7 @@ class Hook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    # What is done on the CPU is no part of a compiled forward pass.
+    # Work on the CPU is no part of a compiled forward pass.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         return None if guard.is_transformed() else self._function(*args)

@@ -149,7 +149,7 @@ class ArrayWorld:
         return results
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """What every rank gave, by rank, as JSON carries it."""
+        """Return what every rank gave, by rank, as JSON carries it."""
         data = np.frombuffer(json.dumps(obj).encode(), np.uint8)
         size = self.placement.size
         counts = [np.empty(1, np.int64) for _ in range(size)]

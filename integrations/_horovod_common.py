@@ -1,4 +1,4 @@
-"""What the Horovod API is for every framework: names, reduce ops, who a process is.
+"""The Horovod API that all frameworks share: names, reduce ops, ranks of a process.
 
 Imports neither torch nor TensorFlow.
 """
@@ -55,7 +55,7 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank is among the nodes of its job."""
+    """The place of a rank among the nodes of its job."""
 
     rank: int
     size: int

@@ -60,7 +60,7 @@ def apply(
             own.on_undo(channels_last.choose(model, mode=options.kernels))
         _contract.mark(model, _NAME, own)
         changes.on_undo_of(model, _undo)
-        # What stands in its parts would keep them, until cycles are collected.
+        # Stand-ins in its parts would keep the parts, until cycles are collected.
         weakref.finalize(model, own.undo).atexit = False
 
 

@@ -33,7 +33,7 @@ def log_figures(accelerator: Any, changes: _contract.Changes) -> None:
     changes.around(accelerator, "log", log)
 
 
-# What DeepSpeed's engine writes at each step, and the loss that it writes before.
+# DeepSpeed's engine writes the first at each step, and the loss before it.
 _STEP_EVENT, _LOSS_EVENT = "Train/Samples/lr", "Train/Samples/train_loss"
 
 

@@ -36,7 +36,7 @@ from deepytorch_core.nn.weight_changes import say_late, too_late
 from ._causal_loss import Moment, Weights, is_hooked, stand_in
 
 KIND = "masked_loss"
-# What the heads of BERT and RoBERTa, and of their kin, are called.
+# The heads of BERT and RoBERTa, and of their kin, have these names.
 _HEADS = ("cls", "lm_head")
 _TOKENS = {"cpu": 256}
 _DEFAULT_TOKENS = 4096
@@ -44,7 +44,7 @@ _TRAINED = 6  # one token in so many, in the trial
 
 
 class _Running(threading.local):
-    """What is known of the forward pass that this thread is running."""
+    """The known facts of the forward pass that this thread is running."""
 
     most_targets: int | None = None  # at least as many as the batch has; None: nobody knows
 
@@ -95,7 +95,7 @@ def find(setting: Setting) -> Iterable[Place]:
 
 
 def _head_of(model: Any) -> nn.Module | None:
-    """What makes logits of hidden states; None for anything but a masked language model."""
+    """Return what makes logits of hidden states; None if it is no masked language model."""
     if isinstance(model, _ProbeModel):
         return model.head
     if not type(model).__name__.endswith("ForMaskedLM"):

@@ -109,7 +109,7 @@ class MergedPasses:
 
     def __init__(self, model: Any, budget: int) -> None:
         self.num_tokens = 0
-        """Of the pass under way, without what it was filled up with."""
+        """Tokens of the pass under way, without those that fill it up."""
         self.num_shared = 0
         """How many passes were made for several micro-batches."""
         self._budget = budget
@@ -295,7 +295,7 @@ class _Group:
             self._parts.abandon()
 
     def part(self) -> Any:
-        """What the trunk would have returned for the micro-batch."""
+        """Return what the trunk would have returned for the micro-batch."""
         return type(self.output)(last_hidden_state=self._parts.take(self._number))
 
 
@@ -321,7 +321,7 @@ class _Parts:
         return leaf.clone()  # a head may work in place
 
     def gradient(self, last: Tensor, like: torch.Size) -> Tensor:
-        """Of the whole hidden state, once the last part's is known."""
+        """Return the gradient of the whole hidden state, once the last part's is known."""
         found = last.new_zeros(like)
         for number, leaf in enumerate(self._taken):
             if leaf is not None and leaf.grad is not None:

@@ -25,7 +25,7 @@ from deepytorch_core.data import varlen_attention
 PACKED = "deepytorch_packed"
 """The argument of a forward pass whose attention is ours; models hand it on as they do others."""
 
-# What attentions take besides, and packed ones here can't do; by their argument's name.
+# Attentions also take these, by the argument's name; packed ones here can't do them.
 _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
 
 _Attention = Callable[..., Any]
@@ -36,7 +36,7 @@ _stock_mask_of: Any = AttentionMaskInterface.__getitem__
 
 
 class _Running(threading.local):
-    """What is known of the forward pass that this thread is running."""
+    """The known facts of the forward pass that this thread is running."""
 
     is_packed = False  # it has one packed row, and makes no mask
 

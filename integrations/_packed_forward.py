@@ -130,7 +130,7 @@ class PackedForward:
     ) -> None:
         self.shapes = Shapes()
         self.num_tokens: int | None = None
-        """Of the last batch, without what it was filled up with."""
+        """Tokens of the last batch, without those that fill it up."""
         self.are_few = False
         """Whether the last batch has one of few shapes."""
         self.most_targets: int | None = None
@@ -162,7 +162,7 @@ class PackedForward:
         self._num_watched = 0  # calls for which it was waited whether their batch had been changed
         self._are_changed = False
         self._full: tuple[int, int] | None = None
-        # Of the last batches, by what is known of them.
+        # Shapes of the last batches, by what is known of them.
         self._fitted: OrderedDict[tuple[int, int, int], Shape] = OrderedDict()
         self._target_share = 0  # the largest so far, in parts of a row's tokens
 
@@ -211,7 +211,7 @@ class PackedForward:
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
         if not self.model.training or not is_padded:
-            # What somebody else has packed our attention takes as it is, and without a mask.
+            # Our attention takes a row that somebody else has packed as it is, without a mask.
             if is_packed:
                 _packed_attention.enter_packed()
             self._goes_apart(outer)
@@ -298,7 +298,7 @@ class PackedForward:
         )
 
     def _sequences(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Where the sequences of a row begin that somebody has packed by its positions alone."""
+        """Find where sequences begin in a row that somebody has packed by its positions alone."""
         is_trained = self.model.training and torch.is_grad_enabled()
         found = {} if not is_trained else _packed_rows.by_position(call)
         if not (found and self._would_cache(call)):
@@ -559,7 +559,7 @@ def _in_autocast_of_now(kind: str) -> Callable[[Callable[[], Any]], Any]:
     return run
 
 
-# Whose hooks take a row as they take a batch: wrappers', and those that ask for gradients.
+# Hooks of these take a row as they take a batch: wrappers', and those that ask for gradients.
 _WRAPPERS = {"torch", "deepspeed", "accelerate", "transformers", "peft"}
 _WRAPPERS |= {"deepytorch", "deepytorch_core"}
 

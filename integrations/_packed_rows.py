@@ -18,7 +18,7 @@ def exact(packing: Packing) -> Shape:
 
 
 def bounds(lengths: Sequence[int], shape: Shape, device: torch.device) -> dict[str, Any]:
-    """Where the sequences of a row begin and end, those that fill it up among them.
+    """Find where the sequences of a row begin and end, those that fill it up among them.
 
     Args:
         lengths: tokens of each sequence.

@@ -33,8 +33,8 @@ _WIDTH = 12
 # Largest difference of packed and padded logits, as a part of the largest logit.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _TF32_NOISE = 1e-2  # float32 on CUDA may be multiplied in less
-# Of 16-bit floats a deep model's own rounding may be more: what that makes of the same sequence in
-# a batch and by itself, times this, is as good, up to a part that no wrong row stays within.
+# A deep model's own rounding may be more in 16-bit floats. Its effect on one sequence, in a batch
+# and by itself, times this, is as good, up to a part that no wrong row stays within.
 _ROOM = 2.0
 _MOST_NOISE = 0.25
 _LARGE_COUNT, _COUNT_NOISE = 1 << 10, 0.02
@@ -96,7 +96,7 @@ def _ropes(model: Any) -> Iterator[Any]:
 
 
 def _may_compute_in(model: Any, precision: torch.dtype) -> list[torch.dtype]:
-    """Where a loop may have an autocast that is not known yet, and GPUs another kernel for it."""
+    """Return the types of autocasts that a loop may yet have, for which GPUs have other kernels."""
     if precision != torch.float32 or _device(model).type != "cuda":
         return []
     return [torch.float16, *([torch.bfloat16] if torch.cuda.is_bf16_supported() else [])]
@@ -333,7 +333,7 @@ def _counts_items(call: Callable[..., Any], batch: dict[str, Tensor], model: Any
 def _check_apart(
     model: Any, call: Callable[..., Any], batch: dict[str, Tensor], conventions: Conventions
 ) -> None:
-    """What the first sequence holds has no effect on the others."""
+    """Check that the first sequence has no effect on the others."""
     changed = {**batch, "input_ids": batch["input_ids"].clone()}
     changed["input_ids"][0] = changed["input_ids"][0].flip(0)
     before, _ = _run_packed(model, call, batch, conventions)

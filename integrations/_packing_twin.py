@@ -27,7 +27,7 @@ _KNOWN = (
 )
 # Adapters that look at each token by itself.
 _ADAPTERS = ("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "FOURIERFT", "HRA")
-# What a configuration calls its layers' number, and entries for each of them are a list as long.
+# Configurations name their number of layers so; entries for each layer are a list as long.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
 _LEAST_DEPTH = 4
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")

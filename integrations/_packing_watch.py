@@ -35,7 +35,7 @@ _WATCHED, _BEFORE_HELPER = 8, 2
 # share that core with the training.
 _HELPER_S, _LARGEST_SHARE = 10.0, 0.03
 _SPARE_CORES = 2
-# What a helper's environment says besides: it computes a little, on the CPU alone.
+# A helper's environment says this, too: it computes a little, on the CPU alone.
 _OF_HELPER = {
     "CUDA_VISIBLE_DEVICES": "",
     "DEEPYTORCH_ENABLED": "0",

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ._packed_forward import Conventions, PackedForward
 
 BATCH_KEY = "deepytorch_packing"
-"""Where a batch of a loader that plans carries its `deepytorch_core.data.Packing`."""
+"""The key under which a batch of a loader that plans has its `deepytorch_core.data.Packing`."""
 
 _NAME = "padding_free"
 _WHAT = "padding-free"
 
-# Of packed rows whose passes are replayed: each is a graph more, fewer are more filling.
+# Packed rows of replayed passes have so many sizes: each is a graph more, fewer fill up more.
 _NUM_SIZES = 6
 
 
@@ -192,7 +192,7 @@ def detach(prepared: Any) -> bool:
 
 
 class _Attached(_contract.Changes):
-    """What `attach` did to one model and, weakly, to the loaders that plan for it."""
+    """Changes that `attach` made to one model and, weakly, to the loaders that plan for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Sizes:
 
 
 def _found(prepared: Any) -> tuple[Any, Any]:
-    """What a training loop calls inside its wrappers, and the transformers model in that."""
+    """Find what a training loop calls inside its wrappers, and the transformers model in that."""
     transformers = sys.modules.get("transformers.modeling_utils")
     outer = model = prepared
     while transformers is not None and isinstance(model, torch.nn.Module):
@@ -309,7 +309,7 @@ def _why_not(prepared: Any, found: list[Conventions], precision: torch.dtype | N
 
 
 def agreed(name: str, prepare: Callable[[], str | None]) -> str | None:
-    """What `prepare` says on the rank that says no, on every rank; None if all say yes.
+    """Return on every rank what `prepare` says on the rank that says no; None if all say yes.
 
     Collective over the default group, if there is one; `name` is of the question.
     """

@@ -1,4 +1,4 @@
-"""Where what is computed is switched on in scripts that know nothing of it.
+"""Switches on what deepytorch computes, in scripts that know nothing of it.
 
 `import deepytorch` and `deepytorch run` arm this. Nothing is imported for it: frameworks are met as
 the script imports them.
@@ -9,7 +9,7 @@ the script imports them.
   own, DistributedDataParallel, FSDP, Lightning, Composer.
 
 A model is taken care of once, by whoever is first (`_claims`), and what a script asks for by name
-wins (`deepytorch_core.by_name`). What can't be done is left to stock, in a line.
+wins (`deepytorch_core.by_name`). Stock does what can't be done here, and a line says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _met: list[str] = []
 
 
 class _Armed:
-    """What has been put in place, or waits for an import."""
+    """Holds what has been put in place, or waits for an import."""
 
     def __init__(self) -> None:
         self.patches = Patches()
@@ -119,7 +119,7 @@ def disarm() -> None:
 
 
 def met() -> list[str]:
-    """Where something was switched on in this process; more may come."""
+    """Return where something was switched on in this process; more may come."""
     return _met
 
 

@@ -39,7 +39,7 @@ _NAME = "token_balance"
 _IDS, _MASK = "input_ids", "attention_mask"
 # Losses of TRL's SFTTrainer that are the Trainer's mean over `num_items_in_batch`.
 _SFT_LOSSES = ("nll", "chunked_nll")
-# What the Trainer draws samples with: all of them, in the same order on every rank.
+# The Trainer draws samples with these: all of them, in the same order on every rank.
 _ORDERS = (RandomSampler, SequentialSampler, LengthGroupedSampler)
 _UNKNOWN = "the data set tells no lengths unless every sample is read, as token_balance=on does"
 _LOADER_ARGUMENTS = (

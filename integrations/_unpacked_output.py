@@ -25,7 +25,7 @@ from ._contract import IntegrationError
 
 _FLAT_FIELDS = ("router_logits",)  # [batch * width, ...] where others have [batch, width, ...]
 _CACHE = "past_key_values"
-# Of TRL's fused head: [batch, width - 1], by the token that predicts, and zero without a label.
+# TRL's fused head gives [batch, width - 1], by the token that predicts, zero without a label.
 _SHIFTED_FIELDS = (
     "log_probs",
     "entropy",
@@ -134,7 +134,7 @@ class _LaterCache:
 
 
 def as_tuple(output: Any, *, with_cache: bool) -> tuple[Any, ...]:
-    """What `return_dict=False` gives, in the order of the output's fields."""
+    """Return what `return_dict=False` gives, in the order of the output's fields."""
     fields = {name: output[name] for name in output}
     if with_cache and _CACHE in output.__dataclass_fields__:
         fields[_CACHE] = _NoCache()
@@ -355,7 +355,7 @@ class _Lazy(OrderedDict[str, Any]):
         pytree.register_pytree_node(cls, _flatten, _unflatten)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Whoever makes another one from its fields, as FSDP1 does, gets a plain one."""
+        """Return a plain one to whoever makes another from its fields, as FSDP1 does."""
         if args or kwargs:
             return cls.__mro__[2](*args, **kwargs)
         return super().__new__(cls)

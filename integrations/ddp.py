@@ -165,7 +165,7 @@ def _check_arguments(
 
 
 def _ddp_keywords() -> list[str]:
-    """What DistributedDataParallel takes besides the module; its names are none of ours."""
+    """Return the names that DistributedDataParallel takes besides the module; none is ours."""
     names = list(inspect.signature(DistributedDataParallel.__init__).parameters)
     return [name for name in names if name not in {"self", "module", "process_group"}]
 
@@ -178,7 +178,7 @@ def _group_of(ddp_kwargs: Mapping[str, Any]) -> Any:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the module is; DDP itself refuses one without parameters."""
+    """Return where the module is; DDP itself refuses one without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

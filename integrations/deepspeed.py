@@ -126,7 +126,7 @@ def _initialize(
 
 
 def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What DeepSpeed will take as its configuration, read the way it does; None if nothing."""
+    """Return the configuration that DeepSpeed will take, read the way it does; None if nothing."""
     places = [given.get("config"), given.get("config_params")]
     places += [getattr(given.get("args"), name, None) for name in IN_ARGS]
     source = next((place for place in places if place is not None), None)
@@ -145,8 +145,8 @@ def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _section(source: Mapping[str, Any] | None) -> dict[str, Any]:
     section = (source or {}).get(SECTION, {})
-    # What is no mapping can only be meant as the switch; if it is no switch either, the ranks
-    # are told so together, by `join`.
+    # A value that is no mapping can only be meant as the switch. If it is no switch either, `join`
+    # tells the ranks so together.
     return dict(section) if isinstance(section, Mapping) else {"enabled": section}
 
 

@@ -80,8 +80,8 @@ def register_comm_hook(model: nn.Module, *, compress: str | None = None, **optio
     for unit in units:
         if compress is None and torch.device(unit.compute_device).type != "cpu":
             continue  # a hook could only repeat what FSDP1 does there by itself
-        # What register_comm_hook sets: one hook for all units, and one state, where each unit
-        # has its own group and factors.
+        # These are set as by register_comm_hook, which would give all units one state. Here each
+        # unit has its own group and factors.
         changes.set(unit, "_comm_hook", _reduce)
         changes.set(unit, "_comm_hook_state", _Reduction.of(unit, compress, buffers))
     _contract.mark(model, _HOOK, changes)
@@ -108,7 +108,7 @@ def apply_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     user's own, a wrong option, or a mesh whose groups deepytorch does not serve.
     """
     _groups.require_torch()
-    # Of a compiled model, what was compiled.
+    # A compiled model holds the one that was compiled.
     inner: nn.Module = getattr(model, "_orig_mod", model)
     if _contract.is_marked(inner, _APPLY):
         return model
@@ -152,13 +152,13 @@ _Buffers = dict[tuple[str, int, torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """What one FSDP unit's reduction needs; kept as its hook's state."""
+    """The facts that one FSDP unit's reduction needs; kept as its hook's state."""
 
     group: Any
     predivide: float
     postdivide: float
     compress: bool
-    # Of all units: a reduction has ended when the next one begins.
+    # All units share them: a reduction has ended when the next one begins.
     buffers: _Buffers
 
     @classmethod

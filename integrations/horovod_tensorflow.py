@@ -331,7 +331,7 @@ def join() -> int:
 
 
 class _TapeMixin:
-    """What DistributedGradientTape adds to the class of the tape that it was given."""
+    """The part that DistributedGradientTape adds to the class of the tape that it was given."""
 
     _reduce: Callable[[list[Any]], list[Any]]
 
@@ -395,7 +395,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
 
 class _OptimizerMixin:
-    """What DistributedOptimizer adds to the class of the optimizer that it was given."""
+    """The part that DistributedOptimizer adds to the class of the optimizer that it was given."""
 
     _reduce: list[Callable[[list[Any]], list[Any]]]  # in a list: it is no method
 

@@ -225,7 +225,7 @@ class ProcessGroupFactory:
         self._made.clear()
 
     def _settings(self) -> dict[str, Any]:
-        """What all ranks must agree on; ValueError for what is wrong by itself."""
+        """Return what all ranks must agree on; ValueError for what is wrong by itself."""
         from megatron.core import parallel_state
 
         if _contract.is_marked(parallel_state, _ADAPTER):
@@ -385,7 +385,7 @@ def _name_of(description: Any) -> str | None:
 
 
 def _valid_names() -> list[str]:
-    """What `backend_for` may name with the installed Megatron."""
+    """Return the names that `backend_for` may have with the installed Megatron."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     known = {*_NAMES.values(), *_PREFIXES.values()}

@@ -146,7 +146,7 @@ def _apply(trainer: Trainer, options: Mapping[str, Any]) -> bool:
 
 
 def _attach(trainer: Trainer, options: Mapping[str, Any]) -> None:
-    """What is the Trainer's own, beyond its Accelerator."""
+    """Attach what is the Trainer's own, beyond its Accelerator."""
     in_force = _contract.alone(_NAME, options)
     _trainer_figures.attach(trainer)
     _trainer_balance.attach(trainer, in_force.token_balance if in_force.enabled else "off")

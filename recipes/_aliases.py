@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other trainers call the options, so that who is used to them is told our names."""
+"""The options' names in other trainers, so that those who know them are told our names."""
 
 ALIASES: dict[str, str] = {
     **dict.fromkeys(("lr", "learningrate"), "learning_rate"),

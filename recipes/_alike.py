@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks must have alike, and what none may have as another: random numbers.
+"""Checks what all ranks must have alike, and what none may have as another: random numbers.
 
 Nodes have files of their own: other data would leave ranks waiting for each other's batches, and
 other weights would be trained as if they were one model.

@@ -39,7 +39,7 @@ class StepBalance:
         ]
 
     def imbalance(self, rounds: Iterator[Sequence[Key]], num_steps: int) -> Imbalance:
-        """Of the next steps, without and with it."""
+        """Measure the imbalance of the next steps, without and with balance."""
         loads = []
         for _ in range(num_steps):
             step = [next(rounds) for _ in range(self.accumulation)]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Batch(Protocol):
-    """What the training loop asks of a recipe's batch."""
+    """A recipe's batch, as the training loop needs it."""
 
     def to(self, device: torch.device) -> Any:
         """The same batch on ``device``."""
@@ -70,7 +70,7 @@ class EndlessBatches(Generic[BatchT]):
         what: str = "examples",
     ) -> None:
         if num_examples < batch_size * world_size:
-            # Where even batches of one need more, a lower batch_size alone is no way out.
+            # If even batches of one need more, a lower batch_size alone is no way out.
             ways = ["lower batch_size"] if batch_size > 1 else []
             if num_examples < world_size > 1:
                 ways.append("start fewer processes (--nproc-per-node)")
@@ -121,7 +121,7 @@ class EndlessBatches(Generic[BatchT]):
 
     @property
     def num_examples(self) -> int:
-        """Of all ranks, with those that make no whole batch."""
+        """Return the examples of all ranks, with those that make no whole batch."""
         return self._order.num_examples
 
     @property
@@ -131,12 +131,12 @@ class EndlessBatches(Generic[BatchT]):
 
     @property
     def epoch_examples(self) -> int:
-        """Of all ranks: as many as make whole batches for each."""
+        """Return the examples of all ranks in an epoch: as many as make whole batches for each."""
         return self._order.per_epoch * self._at_once
 
     @property
     def fingerprint(self) -> int | None:
-        """What the same examples have in common and others hardly have; None if it isn't known."""
+        """Return a mark that the same examples share and others hardly have; None if unknown."""
         marks = self._lengths if self._names is None else self._names
         return None if marks is None else zlib.crc32(repr(list(marks)).encode())
 
@@ -155,7 +155,7 @@ class EndlessBatches(Generic[BatchT]):
             self._order.balance.accumulation = accumulation
 
     def imbalance(self, most_steps: int = 100) -> Imbalance | None:
-        """Of the first steps, without and with balance; None for batches without."""
+        """Measure the first steps' imbalance, without and with balance; None if it has none."""
         balance = self._order.balance
         if balance is None:
             return None
@@ -253,7 +253,7 @@ class _Drawn(Dataset[Any]):
 
 
 def hold_out(shuffled: Sequence[T], wanted: int) -> tuple[list[T], list[T], str]:
-    """What is kept out of training, the rest, and words that say how much is kept.
+    """Return what is kept out of training, the rest, and words that say how much is kept.
 
     A tenth at most is kept, but one at least; a single one is trained on, and none is kept.
     """

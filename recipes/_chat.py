@@ -94,9 +94,9 @@ def _refuse_in_plain(what: str, *names: str) -> None:
 
 
 def prompt_of(conversation: Conversation, tokenizer: Any) -> str:
-    """What a model is given to write the last answer; special tokens are part of it.
+    """Return what a model is given to write the last answer; special tokens are part of it.
 
-    Empty where nobody spoke before the answer. Raises RecipeError where there is no conversation.
+    Empty if nobody spoke before the answer. Raises RecipeError if there is no conversation.
     """
     turns = conversation.messages
     if not turns:

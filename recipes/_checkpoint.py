@@ -117,10 +117,10 @@ def find(resume: str, output_dir: str, name: str) -> Path | None:
 
 
 def find_on_all(resume: str, options: RunOptions, process: Process) -> Path | None:
-    """What `find` gives on rank 0. Collective.
+    """Return what `find` gives on rank 0. Collective.
 
-    Raises RecipeError, on every rank, if another node has a later one: of nodes that share no
-    storage torchrun makes any one the first, and going on from less would lose the rest.
+    Raises RecipeError, on every rank, if another node has a later one. torchrun makes any of the
+    nodes the first if they share no storage: going on from less would lose the rest.
     """
     path: Path | None = None
     problem = None
@@ -149,7 +149,7 @@ def run_of(path: Path) -> Path | None:
 
 
 def written(path: Path) -> Written:
-    """What the manifest of the checkpoint ``path`` says; RecipeError if it can't be read."""
+    """Return what the manifest of the checkpoint ``path`` says; RecipeError if unreadable."""
     try:
         manifest = _manifest(path)
     except RecipeError as error:

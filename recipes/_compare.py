@@ -112,7 +112,7 @@ class Comparison:
         }
 
     def progress_text(self) -> str:
-        """Where both arms stand, for the progress bar."""
+        """Return where both arms stand, for the progress bar."""
         return (
             f"loss {self.losses['stock'][-1]:.4f} stock, {self.losses['ours'][-1]:.4f} ours  "
             f"step {self.step_time_s['stock'][-1] * 1e3:.0f} ms, "

@@ -37,7 +37,7 @@ class RankError(RecipeError):
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was asked for on the command line."""
+    """The arguments that the command line gives."""
 
     config: Path
     compare: bool

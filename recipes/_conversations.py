@@ -84,7 +84,7 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Which turns are trained."""
+        """Return the turns that are trained."""
         return [
             index
             for index, one in enumerate(self.messages)
@@ -94,7 +94,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Conversations:
-    """What is in a file, and the fields in it that no format knows, of records and of turns."""
+    """The conversations of a file, and its fields that no format knows, of records and turns."""
 
     found: list[Conversation]
     unknown: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ class Reader:
         return _conversation(self._turns(turns, where), record, where)
 
     def prompt(self, record: dict[str, Any], where: str) -> Conversation:
-        """What is given and what is learned, as two texts or two lists of messages."""
+        """Read what is given and what is learned, as two texts or two lists of messages."""
         if isinstance(record.get("label"), bool):
             raise RecipeError(
                 f'{where}: "label" is not honoured, as answers are trained, not what is said of '

@@ -240,7 +240,7 @@ def tokenize(parts: Parts, prompts: list[str]) -> torch.Tensor:
 
 
 def encode_text(text_encoders: list[Any], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the UNet is told of prompts: "text" [prompts, tokens, width], SDXL also "pooled"."""
+    """Encode prompts for the UNet: "text" [prompts, tokens, width], SDXL also "pooled"."""
     if len(text_encoders) == 1:
         return {"text": text_encoders[0](ids[0])[0]}
     found = [
@@ -275,7 +275,7 @@ def denoise(
 def target_of(
     scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
 ) -> torch.Tensor:
-    """What the scheduler's ``prediction_type`` has the UNet predict."""
+    """Return what the scheduler's ``prediction_type`` has the UNet predict."""
     kind = scheduler.config.prediction_type
     if kind == "epsilon":
         return noise

@@ -19,7 +19,7 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process
 
-# Of which every rank, or a reader of all parts, has all there is to know.
+# With these every rank, or a reader of all parts, has all there is to know.
 ENGINES = ("ddp", "accelerate", "fsdp2")
 
 OptionsT = TypeVar("OptionsT", bound=RunOptions)

@@ -16,7 +16,7 @@ _ONE_PRESS_S = 1.0  # a launcher may pass on a Ctrl-C that the terminal has sent
 
 
 class Endings:
-    """What SIGINT, which is Ctrl-C, and SIGTERM ask of a recipe.
+    """Handles SIGINT, which is Ctrl-C, and SIGTERM in a recipe.
 
     While it trains both are noted, and a step is finished before anything happens. Else there is
     nothing to save, and Ctrl-C is a KeyboardInterrupt. After a Ctrl-C the next of either ends the

@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 class Engine(Protocol):
-    """What the training loop sees of an engine."""
+    """An engine, as the training loop sees it."""
 
     model: nn.Module
     wrapped: Any
@@ -41,7 +41,7 @@ class Engine(Protocol):
     def step(self) -> None: ...
     def save(self, folder: Path, rank: int) -> None: ...
     def load(self, folder: Path, rank: int, saved_by: int) -> None:
-        """Of what ``saved_by`` ranks saved, this rank's part."""
+        """Load this rank's part of what ``saved_by`` ranks saved."""
         ...
 
     def full_state(self) -> State:
@@ -79,7 +79,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def own_state(model: nn.Module) -> State:
-    """What training changes: trained weights and buffers; frozen weights come from the model."""
+    """Return what training changes, weights and buffers; frozen ones come from the model."""
     # Under each name: a tied weight has two.
     weights = model.named_parameters(remove_duplicate=False)
     frozen = {name for name, one in weights if not one.requires_grad}
@@ -285,7 +285,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 class _Parts:
-    """What the ranks of a checkpoint saved of sharded tensors, for a rank of as many, or others."""
+    """Sharded tensors as a checkpoint's ranks saved them, for a rank of as many, or others."""
 
     def __init__(self, folder: Path, rank: int, saved_by: int) -> None:
         self._rank, self._size = rank, dist.get_world_size()
@@ -419,7 +419,7 @@ def deepspeed_config(options: RunOptions) -> dict[str, Any]:
 
 
 def _adapter_options(options: RunOptions) -> dict[str, Any]:
-    """What an adapter is to do by itself: the recipe packs batches before it sees them."""
+    """Return what an adapter does by itself: the recipe packs batches before it sees them."""
     return {"padding_free": "off", "kernels": options.kernels, "compile": options.compile}
 
 

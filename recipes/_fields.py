@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What records and their turns have besides texts: honoured, or refused by name.
+"""Honours what records and their turns have besides texts, or refuses it by name.
 
 A field that nobody reads would be left out of training in silence. So each one that a format of
 data knows is read here, or refused with the way out; all others are noted, to be told once.
@@ -51,7 +51,7 @@ _REFUSED_IN_TURNS: Refused = {
     "refusal": ((), "the answer is read from the text. Write it there"),
     "prefix": ((False,), "answers are trained whole. Leave the field out"),
 }
-# What `apply_chat_template` takes from who calls it, not from a template's own variables.
+# `apply_chat_template` takes these from its caller, not from a template's own variables.
 _RESERVED = {"chat_template", "tools", "documents", "add_generation_prompt", "tokenize"}
 _RESERVED |= {"continue_final_message", "return_dict", "return_assistant_tokens_mask", "padding"}
 _RESERVED |= {"conversation", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"}
@@ -144,7 +144,7 @@ def system_of(record: dict[str, Any], where: str) -> str:
 
 
 def options_of(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """What chat templates take beside the turns: tools, documents and variables of their own."""
+    """Return what chat templates take beside the turns: tools, documents and own variables."""
     given = {field: record[field] for field in OPTIONS if is_given(record.get(field))}
     found: dict[str, Any] = {}
     name, tools = one_of(given, where, "tools", "functions")
@@ -200,7 +200,7 @@ def weight_of(turn: dict[str, Any], here: str, *, is_answer: bool) -> bool:
 
 
 def extras_of(turn: dict[str, Any], here: str, role: str) -> dict[str, Any]:
-    """What chat templates read of a turn besides its text, under the names that they read."""
+    """Return what chat templates read of a turn besides its text, under the names they read."""
     allowed = {
         "assistant": (CALLS, "function_call", "name", *THOUGHTS),
         "tool": ("name", "tool_call_id"),

@@ -16,7 +16,7 @@ from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process, console
 
-# What the hardware's products take; what is smaller gains nothing by them.
+# The hardware's products take multiples of this; smaller layers gain nothing by them.
 _MULTIPLE = 16
 # Ada is the first that has them.
 _LEAST_CAPABILITY = (8, 9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `deepytorch train RECIPE --help` shows: each key with type, default and meaning.
+"""The text of `deepytorch train RECIPE --help`: each key with type, default and meaning.
 
 Types and defaults are those of the options' dataclass, meanings the comments of the recipe's YAML.
 """

@@ -95,7 +95,7 @@ class FolderImages:
 
     @property
     def names(self) -> list[str]:
-        """Of each image, within the folder."""
+        """Return the name of each image within the folder."""
         return [f"{self.classes[label]}/{path.name}" for path, label in self.files]
 
     def draw(self, index: int, epoch: int) -> tuple[torch.Tensor, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the instruction recipes share: their options, their data, and the loss of the answers."""
+"""Parts that instruction recipes share: their options, their data, and the loss of the answers."""
 
 import bisect
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves in its folder besides the model: its options, its metrics, a model card.
+"""Writes what a run leaves in its folder besides the model: options, metrics, a model card.
 
 Metrics go to ``metrics.jsonl`` and to the trackers that were asked for, which are those of
 accelerate: TensorBoard, Weights & Biases, MLflow, Trackio, ...

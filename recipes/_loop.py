@@ -265,7 +265,7 @@ def compare(recipe: str, task: Task[BatchT], config: RunOptions, process: Proces
                 batches: [next(batches) for _ in range(config.accumulation)]
                 for batches in dict.fromkeys((task.batches, own))
             }
-            # What is compared in losses alone comes last: before each of the two in turn.
+            # Arms compared in losses alone come last, so before each of the two in turn.
             others = trainers.keys() - _compare.ARMS
             for arm in (*_compare.order_of(step), *others):
                 # The same numbers for all arms, as dropout's; where they can't be the same, others.
@@ -329,7 +329,7 @@ def _open_log(recipe: str, config: RunOptions, run_dir: Path, process: Process) 
 
 
 class _Course:
-    """What training has come to, as checkpoints of which each goes on from the ``previous``."""
+    """Saves the course of a training as checkpoints; each goes on from the ``previous`` one."""
 
     def __init__(
         self, recipe: str, trainer: Trainer[Any], task: Task[Any], run_dir: Path, *, previous: int
@@ -421,7 +421,7 @@ class _Meter:
         self._num_units, self._seconds = num_units, seconds
 
     def scalars(self) -> dict[str, float]:
-        """What RunLog takes."""
+        """Return the scalars that RunLog takes."""
         rate = self._num_units / self._seconds
         found = {f"{self._unit}_per_s": rate, "step_time_s": self._seconds}
         found["memory_gb"] = _memory.used_gb(self._process.device)

@@ -53,7 +53,7 @@ class MegatronEngine:
         groups = _groups(options, process)
         self.model, self.options = model, options
         self.wrapped: Any = distributed.DistributedDataParallel(
-            # Of the layers it describes nothing is built.
+            # Nothing is built of the layers that it describes.
             TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1),
             distributed.DistributedDataParallelConfig(
                 overlap_grad_reduce=True, use_distributed_optimizer=True

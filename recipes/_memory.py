@@ -58,7 +58,7 @@ def peak_flops(device: torch.device) -> float:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), 0.0)
 
 
-# Of each trained weight; Muon has one moment of matrices and AdamW's two of the rest.
+# Bytes for each trained weight; Muon has one moment of matrices and AdamW's two of the rest.
 _MOMENTS_BYTES = {"adamw": 8, "muon": 8, "sgd": 0, "adafactor": 0}
 _MOMENTS_BYTES |= {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
 

@@ -109,7 +109,7 @@ def refuse_beyond_positions(model: Any, longest: int) -> None:
 def load_with(
     auto_class: Any, model: str, tokenizer: Any, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """What ``auto_class`` of transformers makes of ``model``; see `load_model`."""
+    """Return what ``auto_class`` of transformers makes of ``model``; see `load_model`."""
     with whole_files(Path(model)):
         try:
             loaded: Any = auto_class.from_pretrained(model, dtype=dtype, **loading_options(model))
@@ -166,7 +166,7 @@ def print_sample(
 
 
 def _sample(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> tuple[str, str]:
-    """What is left of the prompt where the model has few positions, and the answer to it."""
+    """Return the prompt, cut if the model has few positions, and the answer to it."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     room = max(1, positions - num_tokens)

@@ -80,7 +80,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Who sets a learning rate here sets it in the parts."""
+        """Share the groups, so that a learning rate set here is set in the parts."""
         self.param_groups = [group for part in self._parts for group in part.param_groups]
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """Load what `state_dict` gave."""
         for part, state in zip(self._parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self._share_groups()

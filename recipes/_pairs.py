@@ -58,7 +58,7 @@ def _read(records: Records) -> tuple[list[Pair], list[str]]:
 
 
 def _answers(record: dict[str, Any], where: str) -> list[Any]:
-    """What is chosen and what is rejected, as texts, or as turns behind the given ones."""
+    """Return the chosen and the rejected answer, as texts, or as turns behind the given ones."""
     found: list[Any] = []
     for name in _ANSWERS:
         value = record.get(name)
@@ -83,7 +83,7 @@ def _answers(record: dict[str, Any], where: str) -> list[Any]:
 
 
 def _given(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """What both answers are given to, as fields of the formats that `Reader` reads."""
+    """Return what both answers are given to, as fields of the formats that `Reader` reads."""
     if "instruction" in record:
         return {name: record[name] for name in ("instruction", "input") if name in record}
     if isinstance(record.get("conversations"), list):

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 ARM = "again"
 
-# Of two runs that rounding drove apart one may be this much further from stock than the other.
+# Rounding may drive one of two runs this much further from stock than the other.
 _MOST_DRIFT_RATIO = 2.0
 
 
@@ -61,7 +61,7 @@ class Drift:
 
     @classmethod
     def of(cls, losses: Sequence[float], stock: Sequence[float]) -> "Drift":
-        """Of at least one step."""
+        """Return the drift of ``losses`` from ``stock``, both of at least one step."""
         half = len(stock) // 2
         differences = [a - b for a, b in zip(losses[half:], stock[half:], strict=True)]
         return cls(fmean(abs(each) for each in differences), fmean(differences))

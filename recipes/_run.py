@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every recipe needs around its loop: processes, devices, run directory, progress."""
+"""The parts that recipes need around their loops: processes, devices, run directory, progress."""
 
 import gc
 import io
@@ -157,9 +157,9 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
 
 
 def on_main(action: Callable[[], T], process: Process) -> T:
-    """What ``action`` gives on rank 0, on every rank; whatever it raises there is raised on all.
+    """Return on every rank what ``action`` gives on rank 0; all raise if it raises there.
 
-    As a RecipeError on the others, which would wait for it otherwise.
+    The others raise a RecipeError, as they would wait otherwise.
     """
     box: list[Any] = [None, None]
     raised: Exception | None = None
@@ -182,10 +182,10 @@ def on_main(action: Callable[[], T], process: Process) -> T:
 
 
 def together(action: Callable[[], T], process: Process) -> T:
-    """What ``action`` gives on this rank; if it fails on any, the same RecipeError on all.
+    """Return what ``action`` gives on this rank; if any fails, all raise the same RecipeError.
 
-    For what depends on a node's files, packages and GPUs. If it has collectives in it, it must
-    have agreed before each of them.
+    For actions that depend on a node's files, packages and GPUs. If one has collectives in it, it
+    must have agreed before each of them.
     """
     if process.world_size == 1:
         return action()

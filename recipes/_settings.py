@@ -18,7 +18,7 @@ from deepytorch.recipes._pairs import refuse_wrong_pairs
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(RunOptions):
-    """Of the recipes that train causal language models."""
+    """Options of the recipes that train causal language models."""
 
     model: str | None = None
     data: str | None = None
@@ -43,7 +43,7 @@ class ChatOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(ChatOptions):
-    """Of the recipes that fine-tune on instructions."""
+    """Options of the recipes that fine-tune on instructions."""
 
     data_format: Literal["auto", "alpaca", "sharegpt", "prompt", "text"] = "auto"
     train_on_prompt: bool = False
@@ -81,7 +81,7 @@ class TextOptions(ChatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaOptions(TextOptions):
-    """Of llama_sft; configs/llama_sft.yaml says what each one means."""
+    """Options of llama_sft; configs/llama_sft.yaml says what each one means."""
 
     name: str = "llama_sft"
     hidden_size: int = 256
@@ -101,7 +101,7 @@ class LlamaOptions(TextOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions(ChatOptions):
-    """Of the recipes that train adapters, and the shape of a small Qwen3."""
+    """Options of the recipes that train adapters, and the shape of a small Qwen3."""
 
     method: Literal["lora", "full", "qlora"] = "lora"
     lora_r: int = 16
@@ -134,14 +134,14 @@ class LoraOptions(ChatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenOptions(LoraOptions, TextOptions):
-    """Of qwen_lora; configs/qwen_lora.yaml says what each one means."""
+    """Options of qwen_lora; configs/qwen_lora.yaml says what each one means."""
 
     name: str = "qwen_lora"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoOptions(LoraOptions):
-    """Of dpo; configs/dpo.yaml says what each one means."""
+    """Options of dpo; configs/dpo.yaml says what each one means."""
 
     name: str = "dpo"
     beta: float = 0.1
@@ -159,7 +159,7 @@ class DpoOptions(LoraOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BertOptions(RunOptions):
-    """Of bert_mlm; configs/bert_mlm.yaml says what each one means."""
+    """Options of bert_mlm; configs/bert_mlm.yaml says what each one means."""
 
     name: str = "bert_mlm"
     demo_steps: ClassVar[int] = 150
@@ -193,7 +193,7 @@ class BertOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResnetOptions(RunOptions):
-    """Of resnet50_ddp; configs/resnet50_ddp.yaml says what each one means."""
+    """Options of resnet50_ddp; configs/resnet50_ddp.yaml says what each one means."""
 
     name: str = "resnet50_ddp"
     batch_size: int = 16
@@ -223,7 +223,7 @@ class ResnetOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DreamboothOptions(RunOptions):
-    """Of stable_diffusion_dreambooth; its YAML in configs/ says what each one means."""
+    """Options of stable_diffusion_dreambooth; its YAML in configs/ says what each one means."""
 
     name: str = "stable_diffusion_dreambooth"
     demo_steps: ClassVar[int] = 80

@@ -56,7 +56,7 @@ class Chat:
         return str(self._tokenizer.get_chat_template(tools=self._options.get("tools")))
 
     def prompt(self) -> str:
-        """What stands before an answer that is to be written after these turns."""
+        """Return what stands before an answer that is to be written after these turns."""
         return self._render(self._turns, prompt=True)
 
     def encoded_by_template(self) -> tuple[list[int], list[bool]]:
@@ -80,7 +80,7 @@ class Chat:
         return list(found["input_ids"]), trained
 
     def answers(self) -> list[tuple[int, int]]:
-        """Where in `text` each answer lies, with the token that ends it."""
+        """Find where in `text` each answer lies, with the token that ends it."""
         return [self._answer(index) for index in self._conversation.answers]
 
     def refuse_left_out(self) -> int:
@@ -158,7 +158,7 @@ class Chat:
             return True  # it does not do without
 
     def _answer(self, index: int) -> tuple[int, int]:
-        """Where an answer lies in the text, with the end token behind it.
+        """Find where an answer lies in the text, with the end token behind it.
 
         The template may say the same words, so they are not looked for: a mark in the place of the
         last thing that is said shows where it goes.
@@ -194,10 +194,10 @@ class Chat:
         )
 
     def _start(self, index: int, place: int) -> int:
-        """Where a turn with thoughts or calls begins to be the assistant's own words.
+        """Find where a turn with thoughts or calls begins to be the assistant's own words.
 
-        That is behind what the template prompts for an answer with; where it does not stand, at
-        the first character that another answer would not have had there.
+        That is behind the template's prompt for an answer. If the text has none, it is the
+        first character that another answer would not have had there.
         """
         turn, asked, after = self._turns[index], self._turns[:index], self._turns[index + 1 :]
         plain = {"role": turn["role"], "content": _ANSWER}
@@ -262,7 +262,7 @@ def _shared(one: str, other: str) -> str:
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:
-    """Where they are set, from and to."""
+    """Return the runs in which flags are set, from and to."""
     bounds = [
         place
         for place in range(len(flags) + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks tell each other of every step, read without keeping a GPU waiting."""
+"""Exchanges what all ranks tell of every step, read without keeping a GPU waiting."""
 
 import time
 from collections import deque

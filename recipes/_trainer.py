@@ -26,7 +26,7 @@ LossShare = Callable[[Any, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Generic[BatchT]):
-    """What a recipe hands to the loop; everything else is the same for all of them."""
+    """The task that a recipe hands to the loop; everything else is the same for all of them."""
 
     make_model: Callable[[], nn.Module]
     """A model with the same weights at each call."""
@@ -37,9 +37,9 @@ class Task(Generic[BatchT]):
     held_out: Sequence[BatchT]
     """This rank's batches that are never trained on."""
     unit: str
-    """What the speed counts: "tokens", "images"."""
+    """The word for what the speed counts: "tokens", "images"."""
     learning_rate: float
-    """Where the options leave it open."""
+    """Taken if the options leave it open."""
     export: Callable[[Any, Path], None]
     """Called on rank 0 after training with the model and the run's folder."""
     balanced: EndlessBatches[BatchT] | None = None
@@ -54,7 +54,7 @@ class Task(Generic[BatchT]):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step leaves behind."""
+    """The results of one optimizer step."""
 
     loss_share: torch.Tensor  # float32 scalar; its sum over the ranks is the mean loss
     num_units: torch.Tensor  # float32 scalar; tokens or images of all ranks, without padding

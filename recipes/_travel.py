@@ -93,7 +93,7 @@ def _settle(problem: str | None, process: Process) -> None:
 
 
 def _offered(folder: Path | None, process: Process) -> list[tuple[int, _Files]]:
-    """Of each rank with a folder its number, and the names and sizes of the files there."""
+    """Return each rank with a folder, and the names and sizes of the files there."""
     own: _Files | None = None
     problem = None
     if folder is not None:

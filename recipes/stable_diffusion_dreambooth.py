@@ -56,7 +56,7 @@ class LatentBatch:
 
 
 class DreamBooth(nn.Module):
-    """What is trained: the UNet, and the text encoders if they are."""
+    """The trained parts: the UNet, and the text encoders if they are."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
         super().__init__()

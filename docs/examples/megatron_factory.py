@@ -30,7 +30,7 @@ torch.cuda.set_device(dist.get_node_local_rank())
 factory = ProcessGroupFactory(
     tensor=1,
     data=dist.get_world_size(),
-    # What is not named here is deepytorch's. "stock" is NCCL on GPUs and gloo on CPUs.
+    # Groups not named here are deepytorch's. "stock" is NCCL on GPUs and gloo on CPUs.
     backend_for={"pp": "stock", "mp": "stock"},
 )
 groups = factory.build()

@@ -1,4 +1,4 @@
-"""What Horovod would ask about its own build, answered for what carries the collectives here."""
+"""Answers about Horovod's build, given for what carries the collectives here."""
 
 from __future__ import annotations
 

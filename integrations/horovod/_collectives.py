@@ -174,9 +174,9 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 def finish_(tensor: torch.Tensor, op: ReduceOp, factor: float, size: int) -> torch.Tensor:
-    """What is left to do after a reduction: the factor, and what makes a sum of integers a mean.
+    """Finish a reduction: apply the factor, and make a sum of integers a mean.
 
-    Cut off, as Horovod does.
+    The mean is cut off, as Horovod does.
     """
     scale_(tensor, factor)
     if op is ReduceOp.Average and _is_whole(tensor):

@@ -29,7 +29,7 @@ from deepytorch.integrations._horovod_common import HorovodInternalError
 from deepytorch_core import stores
 
 Entry = tuple[Any, ...]
-"""What a peer needs to take part in a collective: its name, then plain values."""
+"""The facts that a peer needs to take part in a collective: its name, then plain values."""
 
 _KEPT = 256
 _FOREVER = timedelta(days=365)
@@ -92,7 +92,7 @@ class Journal:
         if self._store.add(f"{prefix}/joined", 1) == self._size:
             told = [self._store.get(f"{prefix}/count/{peer}") for peer in range(self._size)]
             counts = [int(one) for one in told]
-            # What it has under way, others may need: this round may end before its thread wakes.
+            # Others may need what it has under way: this round may end before its thread wakes.
             self._publish(self._store, self._number, min(counts))
             last = json.dumps({"last": self._rank})
             self._store.set(f"{prefix}/op/{max(counts)}", last)

@@ -1,4 +1,4 @@
-"""What a rank asks for when it begins an operation: what the others must know, and how it runs."""
+"""Requests of a rank that begins an operation: what the others must know, and how it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._world import ProcessSet
 Facts = dict[str, Any]
 """Plain values by name, of which JSON gives the same back."""
 
-# What all ranks must tell alike, and Horovod's word for it.
+# All ranks must tell these alike; the values are Horovod's words for them.
 _ALIKE = {
     "kind": "operations",
     "dtype": "data types",
@@ -148,7 +148,7 @@ def of_joined(facts: Facts) -> Request:
 
 
 def what_differs(told: Sequence[tuple[int, Facts]]) -> str | None:
-    """What keeps these ranks, each with its facts, from running it together; None for nothing."""
+    """Return what keeps these ranks, each with its facts, from running it together, or None."""
     for rank, facts in told:
         if "problem" in facts:
             return f"{facts['problem']} (rank {rank})"

@@ -1,11 +1,11 @@
-"""What users begin: paired by its name over the ranks, in whatever order each of them begins it.
+"""Pairs what users begin by its name over the ranks, in whatever order each of them begins it.
 
 NOTE [Rounds] torch.distributed pairs calls by their order, Horovod by their names. So operations
 run on a group of their own, in an order that the ranks agree on: in a round every rank tells what
 it has begun since its last one. Then all know the same, and run what each of them has begun, in
 the order of the first rank. A rank goes through rounds while it has begun something that has not
-run; the others' next round waits for it. Who waits for an operation goes through the rounds
-himself. For what nobody waits for a thread does, which the first such operation starts.
+run; the others' next round waits for it. A thread that waits for an operation goes through the
+rounds itself. If nobody waits, a thread does that the first such operation starts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Operation:
         self._rounds = rounds
         self._handle: Handle | None = None
         self._error: Exception | None = None
-        # What it works on is made on this stream, whichever thread begins it.
+        # Its tensors are made on this stream, whichever thread begins it.
         on_host = request.device.type == "cpu"
         self._stream = None if on_host else torch.accelerator.current_stream(request.device)
 
@@ -103,7 +103,7 @@ class Rounds:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next_number = itertools.count()
         self._num_joins = self._count = 0  # of what has no name, since the last join
-        # Who drives has them:
+        # The thread that drives has them:
         self._told: list[dict[str, Facts]] = [{} for _ in self._ranks]
         self._joined: list[int] = []
         self._quiet_since: float | None = None
@@ -260,7 +260,7 @@ class Rounds:
             self._changed.wait_for(lambda: self._untold or self._is_closing, pause_s)
 
     def _ready(self) -> list[str]:
-        """What all ranks that have not joined have begun, in the order of the first of them."""
+        """Return what all ranks that have not joined have begun, in the order of the first."""
         here = [told for member, told in enumerate(self._told) if member not in self._joined]
         return [name for name in here[0] if all(name in told for told in here)] if here else []
 
@@ -328,7 +328,7 @@ class Rounds:
             self._has_joined = False
 
     def _exchange(self, message: Any) -> list[Any]:
-        """What every rank says in this round, by rank of the group."""
+        """Return what every rank says in this round, by rank of the group."""
         own = json.dumps(message).encode()
         rows = self._gather(len(own).to_bytes(_LENGTH_BYTES, "little") + own, _FRAME_BYTES)
         lengths = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]

@@ -80,7 +80,7 @@ class ProcessSet:
 
     @property
     def rounds(self) -> Rounds:
-        """Where its operations are begun. Raises as `group` does."""
+        """Return the rounds that its operations begin in. Raises as `group` does."""
         _ = self.group
         assert self._rounds is not None
         return self._rounds
@@ -117,7 +117,7 @@ global_process_set = ProcessSet([])
 
 @dataclass
 class World:
-    """What `init` set up."""
+    """The state that `init` set up."""
 
     group: dist.ProcessGroup
     joined: Joined
@@ -132,7 +132,7 @@ _world: World | None = None
 
 
 def world() -> World:
-    """What `init` set up. Raises ValueError before it and after `shutdown`."""
+    """Return what `init` set up. Raises ValueError before it and after `shutdown`."""
     if not is_initialized():
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     assert _world is not None
@@ -359,7 +359,7 @@ def in_debug() -> bool:
 
 
 def default_device(process_set: ProcessSet) -> torch.device:
-    """Where small facts are exchanged: the CPU, where the set's group has a backend for it."""
+    """Return where small facts are exchanged: on the CPU, if the set's group can."""
     with contextlib.suppress(RuntimeError):
         process_set.group._get_backend(torch.device("cpu"))
         return torch.device("cpu")

@@ -8,11 +8,11 @@ import torch
 
 
 class Compressor:
-    """What a compressor of your own derives from; both methods are static."""
+    """The base of a compressor of your own; both methods are static."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What is sent in place of `tensor`, and what `decompress` needs to know."""
+        """Return what is sent in place of `tensor`, and what `decompress` needs to know."""
         raise NotImplementedError
 
     @staticmethod

@@ -80,11 +80,11 @@ class ElasticSampler(Sampler[int]):
 
 
 class TorchState:
-    """What a training goes on from: models, optimizers, samplers, and plain values by name.
+    """Holds what a training goes on from: models, optimizers, samplers, plain values by name.
 
     Args:
         model, optimizer: attributes of these names.
-        **values: further attributes. What is no module, optimizer or ElasticSampler must pickle.
+        **values: further attributes. Any but a module, optimizer or ElasticSampler must pickle.
     """
 
     def __init__(

@@ -189,7 +189,7 @@ class Reducer:
 
 
 class DistributedMixin:
-    """What DistributedOptimizer adds to the class of the optimizer that it was given."""
+    """The part that DistributedOptimizer adds to the class of the optimizer that it was given."""
 
     param_groups: list[dict[str, Any]]
     state: dict[Any, Any]
@@ -391,7 +391,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 def _parts(
     parameters: list[torch.Tensor], groups: int | Sequence[_Parameters] | None
 ) -> list[list[torch.Tensor]]:
-    """Which parameters are reduced together, in the order in which they are."""
+    """Return the parameters that are reduced together, in the order in which they are."""
     backwards = parameters[::-1]
     if isinstance(groups, int):
         each = -(-len(backwards) // groups)

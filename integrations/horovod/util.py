@@ -1,4 +1,4 @@
-"""What scripts and libraries ask of Horovod's installation, and small helpers that they borrow."""
+"""Facts of Horovod's installation that scripts and libraries ask for, and small helpers."""
 
 from __future__ import annotations
 
