@@ -52,7 +52,7 @@ def compile(
 
 
 def report() -> Report:
-    """What deepytorch did so far in this process; print it, or take its `to_dict()`."""
+    """Return what deepytorch did so far in this process; print it, or take its `to_dict()`."""
     from deepytorch_core.report import report as make
 
     return make()

@@ -357,7 +357,7 @@ def compile(
 
 
 def compile_line(row: "Record") -> str:
-    """What became of one workload."""
+    """Return a line on what became of one workload."""
     from deepytorch_core.bench.record import claimed
 
     low, high = row["speedup_spread"]
@@ -372,7 +372,7 @@ def compile_line(row: "Record") -> str:
 
 
 def _phases(seconds: Mapping[str, float]) -> str:
-    """What the warm-up's seconds went into; nothing where that is not known."""
+    """Say what the warm-up's seconds went into; nothing if that is not known."""
     longest = sorted(seconds.items(), key=lambda one: -one[1])
     shown = ", ".join(f"{name} {one:.1f} s" for name, one in longest if one >= 0.1)
     return f"; warm-up was {shown}" if shown else ""

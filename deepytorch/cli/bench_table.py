@@ -1,4 +1,4 @@
-"""What `deepytorch bench collectives` prints: nccl-tests' columns, the baseline, the speed-up."""
+"""The table of `deepytorch bench collectives`: nccl-tests' columns, the baseline, the speed-up."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,7 +115,7 @@ def summary(rows: Sequence["Record"]) -> list[str]:
 
 
 def handed_on(rows: Sequence["Record"]) -> list[str]:
-    """Of each row that the stock backend served because it was measured faster, the times."""
+    """Return the times of each row that the stock backend served as it was measured faster."""
     from deepytorch_core.bench.job import format_size
 
     lines = []

@@ -214,7 +214,7 @@ def _print_workloads() -> None:
 
 
 def train_lines(row: "Record") -> list[str]:
-    """What ran, each arm's step, and how they compare."""
+    """Say what ran, how long each arm's step took, and how they compare."""
     from deepytorch_core.bench.record import claimed, describe_emulated
 
     calls = row["native_calls"] + row["delegated_calls"]

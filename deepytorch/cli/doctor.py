@@ -101,7 +101,7 @@ def _job() -> Job | None:
 
 
 def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Finding]:
-    """What all ranks found together, on rank 0; nothing on others."""
+    """Return what all ranks found together, on rank 0; nothing on others."""
     from deepytorch_core.doctor import registry
 
     with_link = any(check.name == "link" for check in checks)
@@ -111,7 +111,7 @@ def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Fin
 
 
 def _show(finding: Finding) -> Finding:
-    """What was found, and the remedy below it."""
+    """Show what was found, and the remedy below it."""
     out = console.out()
     style = _STYLES[finding.state]
     evidence = Text(finding.evidence, "dim" if finding.state == "not here" else "")

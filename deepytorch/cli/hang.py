@@ -12,7 +12,7 @@ from deepytorch.cli import console
 
 # Two looks so far apart tell what is stuck from what merely waits for the moment.
 _BETWEEN_LOOKS_S = 1.0
-# Who asks by hand would rather wait than do without.
+# A user who asks by hand would rather wait than do without.
 _STACKS_LIMIT_S = 10.0
 
 

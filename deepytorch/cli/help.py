@@ -18,7 +18,7 @@ def examples(*lines: str) -> str:
 
 
 def matching(words: Iterable[str], incomplete: str) -> list[str]:
-    """What the shell offers where `incomplete` is typed."""
+    """Return what the shell offers where `incomplete` is typed."""
     return [word for word in words if word.startswith(incomplete)]
 
 

@@ -78,7 +78,7 @@ def report(
 
 
 def to_dict() -> dict[str, Any]:
-    """What the command shows without files: name -> text, and each option's value."""
+    """Return what the command shows without files: name -> text, and each option's value."""
     from deepytorch_core import config
 
     return {

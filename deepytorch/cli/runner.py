@@ -1,4 +1,4 @@
-"""What `deepytorch run` starts in each process: activation, then the user's program as `__main__`.
+"""Runs in each process of `deepytorch run`: activation, then the user's program as `__main__`.
 
 `python runner.py SCRIPT ARGS...` or `python runner.py -m MODULE ARGS...`. The program sees the
 sys.argv, sys.path[0], __name__ and __file__ that `python SCRIPT` or `python -m MODULE` gives it.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def program_path(arguments: list[str]) -> str:
-    """What Python puts at sys.path[0]: the script's folder, or the current one for a module."""
+    """Return Python's sys.path[0]: the script's folder, or the current one for a module."""
     if arguments[0] == "-m":
         return os.getcwd()
     script = os.path.realpath(arguments[0])

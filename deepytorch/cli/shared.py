@@ -35,7 +35,7 @@ Module = Annotated[
     bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
 ]
 
-# Of emulated nodes.
+# The number of emulated nodes.
 Nodes = Annotated[
     int,
     typer.Option(

@@ -37,7 +37,7 @@ _SEED = 20
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the command line says, checked."""
+    """The checked values of the command line."""
 
     model: str
     precision: str

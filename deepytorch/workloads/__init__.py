@@ -1,4 +1,4 @@
-"""What `deepytorch bench train` trains: one small model under each framework, stock and ours.
+"""The models of `deepytorch bench train`: a small one under each framework, stock and ours.
 
 A module here is one framework. Its `build(job, device, ours)` returns a function that trains one
 step and returns its loss: with `ours` set up the way the framework's page in docs/ says, else as
@@ -48,7 +48,7 @@ ON_GPUS_ONLY = {
 
 
 class Workload(Protocol):
-    """What a module here has."""
+    """The interface of a module here."""
 
     def build(self, job: TrainJob, device: torch.device, *, ours: bool) -> Step:
         """Called on each rank before torch.distributed is initialised, seeds set."""
@@ -84,12 +84,12 @@ class TrainJob(TrainingRun):
         return self.baseline if arm == BASELINE else "deepytorch"
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
-        """What torchrun would set, for one of the two arms; each has a store of its own."""
+        """Return what torchrun would set, for one of the two arms; each has a store of its own."""
         arm, rank = divmod(process, self.world_size)
         seat = self.seats[rank]
         stock = {"DEEPYTORCH_ENABLED": "0"}
-        # What computes has its own measurements (`bench compile`, `--workload`): here its trials
-        # would fall into the timed steps, and its rounding would be taken for the collectives'.
+        # Compute has its own measurements (`bench compile`, `--workload`). Here its trials would
+        # fall into the timed steps, and its rounding would be taken for the collectives'.
         collectives_alone = {
             f"DEEPYTORCH_{name}": "off" for name in ("COMPILE", "KERNELS", "PADDING_FREE")
         }

@@ -1,4 +1,4 @@
-"""What `deepytorch bench compile` trains: real architectures, small on the CPU, larger on a GPU.
+"""The models of `deepytorch bench compile`: real architectures, small on CPUs, larger on GPUs.
 
 An entry builds a model of random weights and says how to make a batch; nothing is downloaded.
 """

@@ -234,7 +234,7 @@ def _timed(step: Callable[[], torch.Tensor], device: torch.device) -> float:
 
 
 def _peak_gib(device: torch.device) -> float:
-    """Of the device's memory while timed; on the CPU of the process since its start."""
+    """Return the peak of the device's memory while timed; on the CPU, the process's so far."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated() / 2**30)
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)

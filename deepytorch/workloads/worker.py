@@ -120,7 +120,7 @@ def _adapter_us(train: timing.Call) -> float:
 
 
 def _write_trace(train: timing.Call, file: Path) -> None:
-    """What this process and its GPU do in some steps, for Perfetto or chrome://tracing."""
+    """Trace this process and its GPU in some steps, for Perfetto or chrome://tracing."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)

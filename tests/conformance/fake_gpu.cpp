@@ -63,7 +63,7 @@ class Stock : public c10d::Backend {
   int calls_with_gil = 0;
 
  private:
-  // What NCCL's does as well: a lock, the clock, the stream, an object for the work.
+  // Does what NCCL's does as well: a lock, the clock, the stream, an object for the work.
   WorkPtr start() {
     const std::lock_guard lock(mutex_);
     ++calls;

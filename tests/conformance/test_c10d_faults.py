@@ -28,7 +28,7 @@ DELEGATED = torch.uint16  # no native reduction
 
 @dataclass(frozen=True)
 class Ask:
-    """What one rank asks for; `count` is the elements of one part."""
+    """The call that one rank asks for; `count` is the elements of one part."""
 
     op: str
     count: int = 300
@@ -110,7 +110,7 @@ OPERATIONS = (
 
 
 def disagreements(op: str) -> Iterator[tuple[Ask, Ask]]:
-    """What all ranks but one ask for, and what that one does."""
+    """Yield what all ranks but one ask for, and what that one does."""
     usual = Ask(op)
     yield usual, replace(usual, count=301)
     yield usual, replace(usual, count=0)

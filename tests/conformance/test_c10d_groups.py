@@ -323,7 +323,7 @@ def test_groups_used_from_several_threads() -> None:
 
 
 class FileDescriptors(torch.utils.data.Dataset[list[str]]):
-    """What a forked worker still holds of this process's native core."""
+    """Descriptors that a forked worker still holds of this process's native core."""
 
     def __len__(self) -> int:
         return 2
@@ -336,7 +336,7 @@ class FileDescriptors(torch.utils.data.Dataset[list[str]]):
 
 
 def _descriptors() -> dict[int, str]:
-    """What each open descriptor is of, as /proc names it."""
+    """Return what each open descriptor is of, as /proc names it."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed since

@@ -1,4 +1,4 @@
-"""What groups cost: memory of many, what a thousand leave behind, CPU time of idle ones."""
+"""The cost of groups: memory of many, what a thousand leave behind, CPU time of idle ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's profiler shows of a group's operations: what it shows of gloo's."""
+"""Torch's profiler shows of a group's operations what it shows of gloo's."""
 
 from __future__ import annotations
 

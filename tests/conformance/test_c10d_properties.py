@@ -131,7 +131,7 @@ class Tensors:
 
 
 class World:
-    """What every rank puts into a step, and what must come out on one of them."""
+    """The values that every rank puts into a step, and what must come out on one of them."""
 
     def __init__(self, step: Step, number: int, size: int) -> None:
         self.step = step
@@ -193,7 +193,7 @@ def start(
     root, is_root = step.root, rank == step.root
     options: dict[str, Any] = {"group": group, "async_op": asynchronous}
     reducing = {"op": reduce_op_of(step)} if step.op in REDUCING else {}
-    # Of operations with one buffer per rank it is the part that the rank has for itself.
+    # Operations with one buffer per rank take the part that the rank has for itself.
     mine = [
         parts[peer][peer if step.op not in (*EXCHANGES, "all_gather") else 0]
         for peer in range(size)

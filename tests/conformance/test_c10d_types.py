@@ -62,7 +62,7 @@ def _try(call: Callable[[], Any]) -> str | None:
 
 
 def every_type_and_op(rank: int, world_size: int) -> list[str]:
-    """Where gloo has an answer, ours is the same; where it has none, ours is right or an error."""
+    """Check that ours gives gloo's answer; if gloo has none, ours is right or an error."""
     gloo = dist.new_group(backend="gloo")
     served = []
     for dtype in DTYPES:
@@ -218,7 +218,7 @@ def _of_bytes(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def reductions_of_other_types(rank: int, world_size: int) -> None:
-    """What gloo says is what ours says: nobody adds up their bytes."""
+    """Check that ours says what gloo says: nobody adds up their bytes."""
     gloo = dist.new_group(backend="gloo")
 
     def outcomes(group: dist.ProcessGroup | None, dtype: torch.dtype, op: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def collectives_are_right(rank: int, world_size: int, count: int, placed: bool) 
     dist.all_reduce(tensor)
     assert torch.equal(tensor, total)
 
-    # Of inputs and outputs any may be registered.
+    # Any of the inputs and outputs may be registered.
     for inside, outside in ((placed, placed), (placed, False), (False, placed)):
         own = numbers(count, rank, placed=inside)
         gathered = blank(count * world_size, placed=outside)
@@ -232,7 +232,7 @@ def forks(rank: int, world_size: int) -> None:
     assert said == "fine", said
     os.close(reader)
     os.close(writer)
-    # What the child freed is still ours.
+    # Memory that the child freed is still ours.
     assert in_use() == 4096
     other = registered.empty(1000).fill_(-1)
     assert tensor[0] == rank + 5
@@ -332,7 +332,7 @@ def ddp(rank: int, world_size: int, how: str, *, views: bool) -> tuple[list[floa
     assert len(sizes) > 1, "the rebuild changed the buckets"
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if how in {"activation", "explicit"}:
-        # What DDP needs anyway, rounded up to 256 bytes for each bucket, and nothing else.
+        # DDP takes what it needs anyway, rounded up to 256 bytes for each bucket, and nothing else.
         assert 4 * parameters <= in_use() <= 4 * parameters + 256 * len(sizes)
     if how == "gloo":
         # Gloo's own destructor can wait for a thread that waits for Python's lock.

@@ -97,7 +97,7 @@ def call_twice(rank: int, world_size: int, path: str) -> tuple[int, list[tuple[s
 
 
 def fail_at_once(rank: int, world_size: int, path: str) -> tuple[list[str], int]:
-    """What is raised while the stock backend fails, the first and the second time."""
+    """Return what is raised while the stock backend fails, the first and the second time."""
     fake = _load(path)
     stock, ours = _backends(fake)
     one = fake.tensor_on_gpu(1000)

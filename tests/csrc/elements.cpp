@@ -9,7 +9,7 @@
 namespace dpt::testing {
 namespace {
 
-// Of float to bfloat16 or float16, to nearest even; the test's own, written for clarity.
+// Rounds float to bfloat16 or float16, to nearest even; the test's own, written for clarity.
 uint16_t narrow(float value, int exponent_bits, int mantissa_bits) {
   if (value == 0) return std::signbit(value) ? 0x8000 : 0;
   int exponent = 0;

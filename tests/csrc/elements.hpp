@@ -23,7 +23,7 @@ class Elements {
 
   void set(size_t index, double value);
   double get(size_t index) const;
-  // What a test gives rank `rank` as its input number `salt`.
+  // Fills this as a test's input number `salt` of rank `rank`.
   void fill(int rank, int salt = 0);
   bool operator==(const Elements& other) const;
 

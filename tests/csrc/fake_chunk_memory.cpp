@@ -29,7 +29,7 @@ UniqueFd duplicate(const UniqueFd& file) {
   return UniqueFd(DPT_SYS_CHECK(fcntl(file.get(), F_DUPFD_CLOEXEC, 0)));
 }
 
-// What a driver would crash on.
+// Crashes where a driver would.
 void require(bool holds) {
   if (!holds) std::abort();
 }

@@ -40,14 +40,14 @@ class FakeChunkMemory final : public ChunkMemory {
  public:
   explicit FakeChunkMemory(std::shared_ptr<FakeDevices> devices) : devices_(std::move(devices)) {}
 
-  // What this process's driver can't do from now on.
+  // Calls that this process's driver can't make from now on.
   std::atomic<bool> cant_reserve{false};
   std::atomic<bool> cant_import{false};
   std::atomic<bool> cant_export{false};
   // Imports wait until this ends, as in a process that is stopped.
   void stop(bool stopped);
   std::atomic<int> synchronized{0};
-  // Of whatever is mapped there.
+  // The devices of whatever is mapped there.
   std::vector<int> devices_at(const char* address) const;
 
   char* reserve(size_t bytes) override;

@@ -23,7 +23,7 @@ void copy_rows(char* to, size_t to_pitch, const char* from, size_t from_pitch, c
   }
 }
 
-// What comes on `behind` waits for what is on `before`.
+// Makes commands that come on `behind` wait for those on `before`.
 void order(FakeLane& before, FakeLane& behind) {
   auto event = std::make_shared<std::atomic<bool>>(false);
   before.push([event] {

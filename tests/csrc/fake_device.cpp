@@ -22,7 +22,7 @@ std::mutex failure_mutex;
 std::optional<DeviceGroup::Failure> left_behind;
 int num_released = 0;
 
-// What the ranks of a group share: where each has its input.
+// The ranks of a group share this: where each has its input.
 struct Meeting {
   explicit Meeting(int size) : inputs(size), all(size) {}
   std::vector<const void*> inputs;

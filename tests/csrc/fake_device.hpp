@@ -29,7 +29,7 @@ struct FakeDevices {
 // One for all tests; each sets it anew.
 FakeDevices& fake_devices();
 
-// Where there is no peer access, operations' streams are FakeLane* (fake_copy_engine.hpp).
+// Without peer access, operations' streams are FakeLane* (fake_copy_engine.hpp).
 
 // From now on the kernels of every group have left this behind; nothing: none has.
 void fail_devices(std::optional<DeviceGroup::Failure> failure);

@@ -26,7 +26,7 @@ class Failure : public std::runtime_error {
   const dpt_status status;
 };
 
-// What the stock backend was asked to do. `status` is what it answers.
+// Records what the stock backend was asked to do. It answers with `status`.
 struct RecordingDelegate {
   std::vector<dpt_collective> calls;
   std::vector<int> node_of;  // of the last call that was to go by nodes
@@ -100,7 +100,7 @@ class Rank {
   int rank() const { return rank_; }
   int size() const { return size_; }
   RecordingDelegate& delegate() { return delegate_; }
-  // Of those on GPUs: how many went the short way.
+  // Counts operations on GPUs that went the short way.
   int num_known() const { return num_known_; }
 
   // Throws Failure. The outcome is never DPT_STARTED.

@@ -48,9 +48,9 @@ struct StagedOptions {
 class FakeLinks {
  public:
   explicit FakeLinks(const NodeLayout& layout);
-  // What rank `rank` is given.
+  // Hands out the links of rank `rank`.
   std::shared_ptr<staged::Between> take(int rank) { return std::move(of_rank_[rank]); }
-  // What any rank was told of trouble.
+  // Any trouble that a rank was told of.
   std::string trouble();
 
  private:

@@ -43,7 +43,7 @@ class Calibration : public ::testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  // What a group of `ranks` decided for an all_reduce of kBytes.
+  // Finds the decision of a group of `ranks` for an all_reduce of kBytes.
   static DecisionRow decision(int ranks, Collective collective = DPT_ALL_REDUCE) {
     for (const DecisionRow& row : Decisions::instance().rows()) {
       const bool holds = row.bytes.first <= kBytes && kBytes <= row.bytes.last;

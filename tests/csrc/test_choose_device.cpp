@@ -178,7 +178,7 @@ TEST(ChooseDevice, WhatIsTooLargeForTheFastestGoesByTheNext) {
   EXPECT_STREQ(choose_device(request).algorithm, "delegate");
 }
 
-// Where nothing replays what they did; there the fastest kernel serves, or the delegate.
+// Copy engines serve what nothing replays; the rest goes to the fastest kernel, or the delegate.
 TEST(ChooseDevice, CopyEnginesServeWhatGoesToAll) {
   constexpr size_t kBytes = 64 << 20;
   const auto request_for = [](Collective collective, size_t bytes) {
@@ -265,7 +265,7 @@ TEST(ChooseDevice, WithoutNvlinkThereAreNoPackets) {
   }
 }
 
-// Where links differ trees are tried; where some are missing there is nothing else.
+// Trees are tried where links differ, and nothing else where some are missing.
 TEST(ChooseDevice, AlongTreesWhereLinksDiffer) {
   const auto request_for = [](cuda::Wiring wiring, size_t bytes) {
     return ChooseDeviceRequest{.collective = DPT_ALL_REDUCE,
@@ -380,7 +380,7 @@ TEST(ChooseDevice, ADelegateThatCompetesGoesInStagesOnlyByADecision) {
   EXPECT_EQ(choose_device(request).reason, "no kernels");
 }
 
-// Of any number of groups; only the last ones' least share may go beyond the device.
+// Any number of groups finds room; only the last ones' least share may go beyond the device.
 TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
   int used = 0;
   std::vector<int> offers;
@@ -429,7 +429,7 @@ TEST(DeviceCandidates, WhatWasSlowForItsAlgorithmIsNotTriedAtLargerSizes) {
             (std::vector<size_t>{
                 (16 << 10) * 100 + 32, (16 << 10) * 100 + 16, (16 << 10) * 100 + 32, 0}));
   EXPECT_EQ(names({}).size(), all.size());
-  // What was best there is no candidate here.
+  // The candidate that was best there is none here.
   EXPECT_EQ(names({took(of("push", 64 << 10, 32), 5), took(in_small_chunks, 22.5)}).size(),
             all.size());
   const Candidate many{known_device_algorithm("cpu_reduce"), 1 << 20, 3, 12};

@@ -51,7 +51,7 @@ TEST(ChooseStaged, WhatWasMeasuredFastestServes) {
   EXPECT_STREQ(choose_device(request).algorithm, "delegate");
 }
 
-// Where that is no byte more to copy, and the reduction has a kernel.
+// Devices add up if that is no byte more to copy, and the reduction has a kernel.
 TEST(ChooseStaged, DevicesAddUpWhatIsTheirOwn) {
   ChooseDeviceRequest request = request_for(DPT_REDUCE_SCATTER, 64 * kMiB);
   request.devices_add = true;
@@ -106,7 +106,7 @@ TEST(ChooseStaged, ThePartOfTheDelegate) {
   EXPECT_EQ(choose_device(request).delegated, 0);
   decision.times.erase(decision.times.begin());
   EXPECT_STREQ(choose_device(request).algorithm, "delegate");
-  // Where the delegate doesn't compete it gets no part either.
+  // A delegate that doesn't compete gets no part either.
   decision = decide({divided, whole}, {kMiB * 1024, false, true}, "measured");
   EXPECT_EQ(decision.chosen.delegated, 0);
 }

@@ -145,7 +145,7 @@ TEST_F(CpuReduce, TheDelegateStaysWhereItIsNot) {
   run_ranks(2, delegated, {.tune = DPT_TUNE_OFF, .execute = stock(11)});
 }
 
-// Wherever a rank lacks what it takes, all of them go without.
+// If a rank lacks what it takes, all of them go without.
 TEST_F(CpuReduce, OneRankThatCannotMapTheMemory) {
   fake_devices().unmappable_rank = 1;
   run_ranks(2, [](Rank& rank) {

@@ -1,4 +1,4 @@
-// What native code can't serve goes to the delegate, and is counted with the reason.
+// Calls that native code can't serve go to the delegate, and are counted with the reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

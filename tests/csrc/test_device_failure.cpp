@@ -1,4 +1,4 @@
-// What follows when a kernel on a GPU gave up (fake_device.hpp).
+// Consequences of a kernel on a GPU that gave up (fake_device.hpp).
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -68,7 +68,7 @@ class DeviceFailure : public ::testing::Test {
     } catch (const Failure& failure) {
       EXPECT_THAT(failure.what(), HasSubstr("native operation #7 on GPUs"));
     }
-    // What that has under way comes to its end.
+    // The delegate's work that is under way comes to its end.
     EXPECT_EQ(rank.delegate().times_abandoned, 0);
   }
 
@@ -104,7 +104,7 @@ TEST_F(DeviceFailure, IsNotExplainedWhereNobodyCan) {
   EXPECT_EQ(ends_, 2);
 }
 
-// Whoever waits for the GPU may have Python's lock: the process ends all the same.
+// A thread that waits for the GPU may have Python's lock: the process ends all the same.
 TEST_F(DeviceFailure, DoesNotWaitForAnExplanationWithoutEnd) {
   static std::atomic<bool> over{false};
   static std::atomic<int> asked{0};
@@ -211,7 +211,7 @@ TEST_F(DeviceFailure, WhoWaitsForARankWhoseDelegateFailedIsToldWhy) {
         [&, raise_errors = raise_errors, leaves_at_once = leaves_at_once](Rank& rank) {
           if (rank.rank() == 0) {
             EXPECT_EQ(sum(rank), DPT_DELEGATED);
-            // Where the program's thread is inside NCCL, nothing can be raised.
+            // Nothing can be raised while the program's thread is inside NCCL.
             rank.delegate().is_waiting = raise_errors ? DPT_WAITS_IN_START : DPT_WAITS_ON_STREAM;
             return await_end();
           }

@@ -95,7 +95,7 @@ bool gets_shared(Process& owner, const char* address, size_t pages, int device =
   return eventually([&] { return owner.pool(device).is_shared(address, pages * kPage); });
 }
 
-// Where what the owner has at `address` lies for a rank.
+// The place at which a rank sees what the owner has at `address`.
 char* seen(const PoolLinks::Joined& by, int owner_rank, Process& owner, const char* address) {
   return by.bases.at(owner_rank) + (address - owner.pool().base());
 }
@@ -192,7 +192,7 @@ TEST(PoolLinks, BringLatecomersWhatIsThere) {
   ASSERT_TRUE(gets_shared(a, early, 2));
   EXPECT_EQ(seen(second[0], 1, a, early)[100], 1);
 
-  // What is there of the first group serves the next one of the same processes.
+  // Links and addresses of the first group serve the next one of the same processes.
   const auto third = join({{&b}, {&a}});
   EXPECT_EQ(third[0].bases[1], first[1].bases[0]);
   EXPECT_EQ(b.links.size(), 1U);

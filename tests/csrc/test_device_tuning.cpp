@@ -351,7 +351,7 @@ TEST_F(DevicesOnNodes, ADelegateThatCompetesGoesInStagesWhereThatIsFaster) {
             {.group = "competes",
              .tune = DPT_TUNE_AUTO,
              .execute = stock_by_nodes(1000, faster_from_16_mib)});
-  // Of 4 and 16 MiB, and of 4 to 64 MiB in four parts.
+  // Rows of 4 and 16 MiB, and of 4 to 64 MiB in four parts.
   ASSERT_EQ(rows().size(), 2 + 3 + 3 + 3);
   for (const DecisionRow& row : rows()) {
     EXPECT_EQ(row.group.nodes, 2);

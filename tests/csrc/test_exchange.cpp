@@ -71,7 +71,7 @@ Elements part(DataType dtype, size_t count, int from, int to = 0) {
   return elements;
 }
 
-// Which ranks' buffers are registered: bit r for rank r.
+// Sets of ranks whose buffers are registered: bit r for rank r.
 constexpr int kMixes[] = {0, 0b1, 0b10, 0b10110, ~0};
 bool in_mix(int mix, int rank) { return (mix >> rank & 1) != 0; }
 

@@ -1,4 +1,4 @@
-// What a group does when its ranks disagree, don't come, leave, or are told to stop.
+// Groups whose ranks disagree, don't come, leave, or are told to stop.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

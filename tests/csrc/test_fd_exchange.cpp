@@ -1,4 +1,4 @@
-// Who may pass memory over the abstract sockets: processes of the same user, on either end.
+// Only processes of the same user, on either end, may pass memory over the abstract sockets.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>

@@ -39,7 +39,7 @@ class Mapped {
     return *reinterpret_cast<const FlightRecord::Entry*>(
         memory_ + entries_at() + (number - 1) % header().entries * header().entry_bytes);
   }
-  // Of an entry, from 1.
+  // The place that an entry names; `index` counts from 1.
   const FlightRecord::Place& place(uint16_t index) const {
     return *reinterpret_cast<const FlightRecord::Place*>(
         memory_ + entries_at() - (header().places + 1U - index) * header().place_bytes);
@@ -117,7 +117,7 @@ TEST(FlightRecord, OnlyTheFirstEndCounts) {
   record.close_group(group);
 }
 
-// Which operations count as waited in: `how` carries it out, and somebody waits for it or not.
+// An operation counts as waited in by `how` it is carried out and whether somebody waits for it.
 TEST(FlightRecord, KnowsForHowLongItHasWaited) {
   FlightRecord& record = FlightRecord::instance();
   const int group = record.open_group("waiting", {0, 1});

@@ -19,7 +19,7 @@ using ::testing::HasSubstr;
 constexpr size_t kMiB = 1 << 20;
 constexpr int kPart = 40;  // percent
 
-// What ranks meet in when each has come to it on its stream.
+// Ranks meet in this when each has come to it on its stream.
 class Meeting {
  public:
   explicit Meeting(int size) : inputs_(size) {}
@@ -161,7 +161,7 @@ TEST_F(Hybrid, BothPartsAreSummed) {
   EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("NCCL beside it with 40%"));
 }
 
-// Of a maximum, say, it is not known that NCCL's part comes out the same; and others have no parts.
+// NCCL's part of a maximum, say, isn't known to come out the same; others have no parts.
 TEST_F(Hybrid, WhatCannotBeDividedIsNot) {
   know(2);
   FakeStock stock(2);
@@ -184,7 +184,7 @@ TEST_F(Hybrid, IsChosenWhereBothTogetherAreFaster) {
   constexpr size_t kBytes = 4 * kMiB;
   fake_devices().staged_us = 600;
   FakeStock stock(2);
-  // What its part adds to that, which is less than nothing: CPU-Reduce has less to do.
+  // Its part adds this to that, less than nothing: CPU-Reduce has less to do.
   stock.time_us = [](size_t bytes) {
     const int percent = static_cast<int>((100 * bytes + kBytes / 2) / kBytes);
     return percent == 100 ? 700 : percent == 40 ? -250 : -100;
@@ -253,8 +253,8 @@ TEST_F(Hybrid, TheStockBackendsPartIsAbandonedWithALostRank) {
   EXPECT_EQ(ends_, 0);
 }
 
-// Where the program's stream has its commands in one queue with the lanes, each waits for all
-// before it.
+// If the program's stream has its commands in one queue with the lanes, each waits for all before
+// it.
 TEST(HybridPipeline, ComesToItsEndInOneQueue) {
   constexpr int kRanks = 3;
   constexpr int kTimes = 5;

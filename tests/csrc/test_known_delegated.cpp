@@ -36,7 +36,7 @@ class ShortWay : public ::testing::Test {
   }
 };
 
-// Where each kernel takes 10 us.
+// Makes the ranks meet by peer access, where each kernel takes 10 us.
 void join_by_peer_access() {
   fake_devices().unmappable_rank = -1;
   fake_devices().peer_access = true;

@@ -1,4 +1,4 @@
-// What is left of a process's groups once it has left them all: no thread, and no file but the
+// A process that has left all its groups keeps nothing of them: no thread, and no file but the
 // flight record.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -8,7 +8,7 @@
 namespace dpt::testing {
 namespace {
 
-// Of one size, each with a tag of its own.
+// Messages of one size, each with a tag of its own.
 std::vector<Values> many(int number, size_t count, int32_t first) {
   std::vector<Values> all;
   for (int i = 0; i < number; ++i) all.push_back(numbers(count, first + i));

@@ -59,7 +59,7 @@ TEST(Muster, WhoDeclinesLetsNobodyWait) {
   });
 }
 
-// Whoever loses patience while the last one comes: all get the same answer.
+// One rank may lose patience while the last one comes: all get the same answer.
 TEST(Muster, GivesAllTheSameAnswer) {
   for (int turn = 0; turn < 50; ++turn) {
     std::atomic<int> came = 0;

@@ -1,5 +1,5 @@
-// What plans between nodes say of themselves. That nodes send as much as is said here,
-// tests/network checks on real links.
+// Plans between nodes describe themselves. tests/network checks on real links that nodes send as
+// much as is said here.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// What a PCI Express link carries, from the files in which the kernel describes it.
+// The rate of a PCI Express link, from the files in which the kernel describes it.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -20,7 +20,7 @@ std::vector<Candidate> racers() {
           {known_algorithm("delegate")}};
 }
 
-// What each took, and how often each was called.
+// The time that each took, and how often each was called.
 struct Outcome {
   Entry entry;
   std::vector<int> turns;

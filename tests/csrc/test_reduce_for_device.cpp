@@ -1,4 +1,4 @@
-// What is reduced past the caches, against what is reduced in them.
+// Reductions past the caches, against reductions in them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -181,7 +181,7 @@ TEST(Staged, InPlace) {
   }
 }
 
-// What devices add up themselves: in rank order and rounded once, as workers do it.
+// Devices add up some reductions themselves: in rank order and rounded once, as workers do it.
 TEST(Staged, DevicesAddUp) {
   EXPECT_TRUE(Job::adds_on_device(DPT_ALL_REDUCE, DPT_BFLOAT16, DPT_SUM));
   EXPECT_TRUE(Job::adds_on_device(DPT_REDUCE_SCATTER, DPT_FLOAT16, DPT_AVG));
@@ -218,7 +218,7 @@ TEST(Staged, AnAllReduceThatDevicesAddUpIsAReduceScatterAndAnAllGather) {
   using Kind = Job::Kind;
   using Kinds = std::vector<Kind>;
   EXPECT_EQ(kinds(6000, DPT_SUM, 0), (Kinds{Kind::kReduceOnDevice, Kind::kExchange}));
-  // What can't be divided first.
+  // The part that can't be divided comes first.
   EXPECT_EQ(kinds(6001, DPT_AVG, 0),
             (Kinds{Kind::kReduce, Kind::kReduceOnDevice, Kind::kExchange}));
   for (const size_t count : {0, 1, 2}) EXPECT_EQ(kinds(count, DPT_SUM, 0), Kinds{Kind::kReduce});
@@ -406,7 +406,7 @@ TEST(StagedFailure, DifferentOperationsAreNoticed) {
       EXPECT_EQ(failure->kind, Failure::kMismatch);
       expect_held_and_released(ranks, all, rank);
     }
-    // Of rank 0's own input it may have a copy.
+    // The output of rank 0 may have a copy of its own input.
     EXPECT_TRUE(each.first != DPT_ALL_REDUCE || first->is_untouched(0));
     EXPECT_TRUE(second->is_untouched(1));
   }

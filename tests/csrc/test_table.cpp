@@ -58,7 +58,7 @@ TEST(Bucket, LimitsTheMemoryOfATrial) {
       const auto bucket = bucket_of(collective, huge, group);
       ASSERT_TRUE(bucket);
       EXPECT_LE(range_of(*bucket).nominal * num_buffers(collective, group.ranks), 32 << 20);
-      // What is larger shares the largest measurement.
+      // Anything larger shares the largest measurement.
       EXPECT_EQ(bucket_of(collective, huge * 2, group), bucket);
     }
   }

@@ -30,7 +30,7 @@ WaitContext within(int timeout_ms) {
   return {Deadline(milliseconds(timeout_ms)), [] { return std::string("the test"); }, nullptr};
 }
 
-// What a side was told of trouble.
+// The trouble that a side was told of.
 struct Trouble {
   std::mutex mutex;
   std::condition_variable changed;

@@ -1,5 +1,5 @@
-// Who may connect: the cryptography against published vectors, each side of the handshake against
-// wrong ones, and dialling among strangers.
+// Tests of who may connect: the cryptography against published vectors, each side of the handshake
+// against wrong ones, and dialling among strangers.
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -399,7 +399,7 @@ TEST(TcpInterfaces, PicksTheOneThatLeadsToTheOtherNodes) {
   EXPECT_EQ(interface_towards(own, {other}, route)->name, "ib0");
   // Not in one network, but with a route.
   EXPECT_EQ(interface_towards(own, {{{"eth1", "8.8.8.8", 24}}}, route)->name, "eth0");
-  // What leads to all of them is better than a network shared with one.
+  // An interface that leads to all of them is better than a network shared with one.
   EXPECT_EQ(interface_towards(
                 own, {{{"ib0", "10.0.0.2", 24}, {"e", "9.9.9.9", 8}}, {{"e", "9.9.9.8", 8}}}, route)
                 ->name,

@@ -116,8 +116,8 @@ TEST(Trees, AreStarsWhereAllLinksAreAlike) {
   }
 }
 
-// Of `pairs` pairs every tree has at least pairs - 1 edges over PCIe, with two ends each. There are
-// as many trees as GPUs, so a GPU has 2 (pairs - 1) such ends on average.
+// With `pairs` pairs every tree has at least pairs - 1 edges over PCIe, with two ends each. There
+// are as many trees as GPUs, so a GPU has 2 (pairs - 1) such ends on average.
 TEST(Trees, OfBridgedPairsSendAsLittleOverPcieAsAnyCan) {
   for (const int size : {4, 6, 8}) {
     const int pairs = size / 2;

@@ -1,4 +1,4 @@
-// Who is dead, who only looks like it, and what a timeout says of either.
+// Tests of who is dead, who only looks like it, and what a timeout says of either.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -49,7 +49,7 @@ class Sleeper {
   std::string mark_;
 };
 
-// What the watchdog's thread tells, for the test's to wait for.
+// The watchdog's thread tells this, and the test's waits for it.
 struct Told {
   std::mutex mutex;
   std::condition_variable changed;

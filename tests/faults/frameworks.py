@@ -49,7 +49,7 @@ _PRELOADED = ["torch.distributed.fsdp", "transformers", "accelerate", "deepspeed
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank.
+    """A fault that happens to one rank.
 
     Attributes:
         act: done by the culprit at its place; None: it happens to the job before it begins.
@@ -359,7 +359,7 @@ def _judge(framework: str, fault: Fault, folder: Path, at: float) -> dict[str, A
     else:
         errors = {rank: told.get(rank, {}).get("error") or logs[rank] for rank in _awaited(fault)}
         naming = [rank for rank, error in errors.items() if says.search(error)]
-        # Who waits for one of these alone hears of its end, and finds the culprit in its error.
+        # A rank that waits for one of these alone hears of its end, so its error has the culprit.
         over = [
             rank
             for rank, error in errors.items()

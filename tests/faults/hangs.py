@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What was planted and said, as it comes."""
+    """Yield what was planted and said, as it comes."""
     chance = random.Random(options.seed)
     deadline = math.inf if options.limit_s is None else time.monotonic() + options.limit_s
     hows = options.how or ["native", "delegated"]

@@ -1,4 +1,4 @@
-"""What all planting of hangs needs: a job to plant in, and the command that is asked about it."""
+"""All planting of hangs needs a job to plant in, and the command that is asked about it."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def await_files(files: list[Path], folder: Path, processes: list[subprocess.Pope
 
 
 def logs(folder: Path) -> str:
-    """What the ranks said."""
+    """Return what the ranks said."""
     return "\n".join(log.read_text() for log in sorted(folder.glob("log*")))
 
 
 def ask(pid: int) -> dict[str, Any]:
-    """What the command says about the job of a process."""
+    """Return what the command says about the job of a process."""
     command = [sys.executable, "-m", "deepytorch.cli", "report", "--hang", "--json"]
     done = subprocess.run(
         [*command, "--pid", str(pid)], capture_output=True, text=True, timeout=120, check=True

@@ -1,4 +1,4 @@
-"""What the flight record costs, as a share of the operations that it records.
+"""Measures the cost of the flight record, as a share of the operations that it records.
 
     python tests/faults/record_cost.py --json build/record.jsonl
 

@@ -21,8 +21,8 @@ from deepytorch_core.testing.faults.cases import CASES, FAULTS, OUTCOMES, PATHS,
 from deepytorch_core.testing.faults.job import Settings, Told
 from deepytorch_core.testing.faults.runner import judge, run
 
-# What no other test has: deaths before and while the stock backend works, a rank that can't make
-# its part of it, and an interpreter that ends by an exception.
+# No other test has these. Ranks die before and while the stock backend works, one can't make its
+# part of it, and an interpreter ends by an exception.
 CHEAP = [
     Case("SIGKILL", "delegated", "init"),
     Case("SIGKILL", "delegated", "collective"),

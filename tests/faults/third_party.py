@@ -103,7 +103,7 @@ SCRIPTS = (
     ),
 )
 
-# What the edited script imports: it says whether the culprit is to hang where it is just now.
+# The edited script imports this: it says whether the culprit is to hang where it is just now.
 HELPER = """\
 import fcntl, os, queue, re, select, signal, socket, subprocess, sys, threading, time
 import asyncio, builtins
@@ -164,7 +164,7 @@ _IMPORT = "import plant; from plant import Clock, again, begin; "
 
 @dataclass(frozen=True)
 class Edit:
-    """What the culprit does at a place; `lines` refer to what the helper imports.
+    """Edits what the culprit does at a place; `lines` refer to what the helper imports.
 
     `at` says at which statements: "any", "collective": before a call of one, "skipped": instead
     of one. `kinds` are the verdicts that are right; "raised" is that of the errors by which all
@@ -303,7 +303,7 @@ def edited(source: str, edit: Edit, at: list[ast.stmt]) -> str:
 
 
 def _without(node: ast.stmt) -> str:
-    """What a statement does where the collective that it calls is left out."""
+    """Return what a statement does where the collective that it calls is left out."""
     assert isinstance(node, ast.Expr | ast.Assign)
     assert isinstance(node.value, ast.Call)
     if isinstance(node, ast.Expr):
@@ -406,7 +406,7 @@ def _plant(case: Case, folder: Path, chance: random.Random) -> dict[str, Any] | 
 def is_right(edit: Edit, verdict: dict[str, Any], culprit: int, place: str) -> bool:
     """Whether a verdict says who it was, and where that stays, at which line."""
     blamed = set(verdict["ranks"])
-    # Of two ranks that differ nobody can say which is wrong.
+    # Nobody can say which of two ranks that differ is wrong.
     enough = culprit in blamed if verdict["kind"] in _DIFFER else blamed == {culprit}
     named = edit.stays_at is None or place in verdict["sentence"]
     return verdict["kind"] in edit.kinds and enough and named
@@ -428,7 +428,7 @@ def _await_plant(folder: Path, processes: list[subprocess.Popen[bytes]]) -> bool
 def _verdict(
     folder: Path, processes: list[subprocess.Popen[bytes]], culprit: int
 ) -> dict[str, Any]:
-    """What the command says, or, where all ranks but the culprit end, what their errors say."""
+    """Return what the command says, or what errors say if all ranks but the culprit end."""
     others = [rank for rank in range(len(processes)) if rank != culprit]
     deadline = time.monotonic() + _ASK_LIMIT_S
     while True:
@@ -469,6 +469,6 @@ def _raised(folder: Path, others: list[int], culprit: int) -> dict[str, Any]:
 
 
 def _errors(log: str) -> list[str]:
-    """What exceptions a log says that ended the program, the first one first."""
+    """Return the exceptions of a log that ended the program, the first one first."""
     found = re.findall(r"^(?:\[rank\d+\]: )?[\w.]*(?:Error|Exception): .*$", log, re.MULTILINE)
     return found or [log[-500:]]

@@ -1,4 +1,4 @@
-"""What `import deepytorch` does to the groups of several ranks, before and after they exist."""
+"""Effects of `import deepytorch` on the groups of several ranks, before and after they exist."""
 
 from __future__ import annotations
 

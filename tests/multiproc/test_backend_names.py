@@ -43,7 +43,7 @@ def run(rank: int, world_size: int, backend: str | None, body: Body, when: str) 
 
 
 def as_on_stock(backend: str | None, body: Body) -> Any:
-    """What `body` gives on rank 0, checked to be the same on stock and on both kinds of ours."""
+    """Return what `body` gives on rank 0, checked to be the same on stock and each kind of ours."""
     # Fresh, as torch's choice of a name depends on the backends that a process has heard of.
     found = {
         when: spawn_ranks(run, 2, backend, body, when, fresh=True)

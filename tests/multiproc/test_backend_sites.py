@@ -212,7 +212,7 @@ def test_set_pg_timeout_reaches_our_backend() -> None:
 
 
 def set_timeout_after_the_upgrade(rank: int, world_size: int) -> list[float]:
-    """Of a stock backend that is older than ours, and first used after the time limit is set."""
+    """Use a stock backend that is older than ours only after the time limit is set."""
     dist.init_process_group(
         "cpu:gloo",
         store=rank_store("world"),
@@ -473,7 +473,7 @@ def overlapped_zero(rank: int, world_size: int) -> list[str]:
     for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
         with pytest.raises(RuntimeError) as refused:
             make(default_hooks.allreduce_hook, model, optimizer)
-        # Where stock refuses it, too: our message says so.
+        # Stock refuses it, too: our message says so.
         own_name = dist.get_backend() == "deepytorch"
         assert ("refuses it with gloo" if own_name else "Gloo") in str(refused.value)
         said.append(type(refused.value).__name__)

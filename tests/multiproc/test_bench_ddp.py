@@ -18,7 +18,7 @@ from deepytorch_core.testing import run_program
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 TINY = {"parameters": 4096, "batch_size": 2, "steps": 5}
-# Where `make venv` puts torchvision and timm.
+# `make venv` puts torchvision and timm here.
 VISION = Path(sys.prefix) / "vision"
 
 

@@ -43,7 +43,7 @@ def seen_in(pid: int, count: int, op: str = "all_reduce") -> list[evidence.Opera
 
 
 def look_at_the_other(rank: int, world_size: int) -> list[str]:
-    """What the other rank's record says of its calls, by whichever road they went."""
+    """Return what the other rank's record says of its calls, by whichever road they went."""
     step(torch.ones(37))
     step(torch.ones(1700), async_op=True).wait()
     step(torch.ones(130, dtype=torch.float16))
@@ -143,7 +143,7 @@ def test_a_thread_without_python_enters_without_the_gil_and_is_not_sampled() -> 
     ):
         assert found["result"] == [2.0] * 61
         assert found["place"] == "not sampled"
-        # Who waited for it would enter when it is let go.
+        # A thread that waited for it would enter when it is let go.
         assert 0 < found["entered"] < found["held"] - 1, found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from deepytorch.cli import launcher
 
-# What a program can tell of how it was started.
+# The program prints all that it can tell of how it was started.
 PROBE = """
 import json, os, sys
 from pathlib import Path

@@ -129,7 +129,7 @@ def unusual_switches() -> Iterator[None]:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """Of this process alone, as a launcher starts one where there is one GPU."""
+    """Make a group of this process alone, as a launcher does where there is one GPU."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

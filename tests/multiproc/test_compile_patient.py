@@ -77,7 +77,7 @@ class FewSizes:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Whoever trains waits for no compiler, and has lasted long enough."""
+    """Let the training wait for no compiler, and have lasted long enough."""
     monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "p"), log="error"))
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 1)

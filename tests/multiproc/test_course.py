@@ -1,4 +1,4 @@
-"""What a run's report says of its ranks: who waited how long, in which way the waiting was done."""
+"""A run's report says of its ranks who waited how long, and in which way the waiting was done."""
 
 from __future__ import annotations
 

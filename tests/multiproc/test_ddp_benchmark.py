@@ -18,7 +18,7 @@ from deepytorch_core.testing import run_program
 
 MODULE = "deepytorch.examples.ddp_benchmark"
 QUICK = ["--image-size", "32", "--batch-size", "2", "--steps", "4", "--warmup", "2"]
-# Where `make venv` puts torchvision and timm.
+# `make venv` puts torchvision and timm here.
 VISION = Path(sys.prefix) / "vision"
 PERCENTILES = " ".join(rf"p{p}: \d+\.\d{{3}}s \d+/s" for p in (50, 75, 90, 95))
 

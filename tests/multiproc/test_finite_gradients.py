@@ -56,8 +56,8 @@ class Blocks(torch.nn.Module):
         return x
 
 
-# Of the middle block's output; so row 3 of its weight's gradient, and that place of its bias's,
-# and all that the first block gets.
+# The gradient of the middle block's output is spoilt here. So are row 3 of its weight's gradient,
+# that place of its bias's, and all that the first block gets.
 MASK = torch.arange(5) == 3
 
 
@@ -103,7 +103,7 @@ def test_a_sparse_gradient_is_checked_and_its_parameter_named() -> None:
 
 
 def reduce_all(rank: int, world_size: int) -> list[str]:
-    """Which operations refuse a NaN; a group of its own for each, as a refusal ends it."""
+    """Return the operations that refuse a NaN; each has its own group, as a refusal ends it."""
     backend.register()
     refused = []
     nan = torch.full((world_size,), float("nan"))

@@ -57,7 +57,7 @@ def test_guard_ranks_decide_alike(tmp_path: Path) -> None:
     }
     both = spawn_ranks(choose, 2, True, backend="gloo", env=environment)
     failed = "rank 1: RuntimeError: only here"
-    # What is fast on one rank and slow on the other is slow.
+    # A candidate that is fast on one rank and slow on the other is slow.
     assert both == [[("stock", "nothing is faster"), ("even", failed), ("stock", failed)]] * 2
 
 

@@ -129,7 +129,7 @@ def alone(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def left_behind() -> list[str]:
-    """What ranks said of themselves when they were asked, as the job's store still has it."""
+    """Return what ranks said of themselves when asked, as the job's store still has it."""
     store = store_limit.server_below(live._home.store)
     keys = [key for key in store.list_keys() if "/asked" in key]
     assert keys, "the store says what it has"
@@ -275,7 +275,7 @@ def time_out_everywhere(rank: int, world_size: int) -> list[str]:
             live, "_records", lambda home: [one for one in seen(home) if one.pid == os.getpid()]
         )
         patch.setattr(live, "_node", lambda: f"node{rank}/")
-        # What is said is in question, not how soon a busy machine says it.
+        # The test is of what is said, not of how soon a busy machine says it.
         patch.setattr(live, "_ANSWER_LIMIT_S", 20.0)
         patch.setattr(live, "_VERDICT_LIMIT_S", 30.0)
         texts += [time_out(rank, world_size, kind, apart=True) for kind in ("native", "stock")]

@@ -70,7 +70,7 @@ def ignores_signals() -> None:
     libc().sleep(100_000)
 
 
-# What is said of each kind: the line, or what the system knows where nothing else is left.
+# The verdict on each kind: the line, or what the system knows where nothing else is left.
 KINDS: dict[str, tuple[Callable[[], None], str]] = {
     "sleeps in C": (sleeps, "libc().sleep(100_000)"),
     "reads in C": (reads, "libc().read(os.pipe()[0]"),
@@ -87,7 +87,7 @@ NEEDED = ("sleeps in C", "regular expression", "signals blocked", "handlers take
 
 
 def keep_the_gil(rank: int, world_size: int, kind: str) -> str:
-    """What rank 0 comes to see of a job whose rank 2 hangs in the way of `kind`."""
+    """Return what rank 0 comes to see of a job whose rank 2 hangs in the way of `kind`."""
     if kind == "signals blocked":  # in all threads, as they inherit it
         signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.SIGRTMAX + 1))
     backend.register()

@@ -24,7 +24,7 @@ from deepytorch_core.config import Options
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
-# Whose labels are all ignored, step by step.
+# Ranks whose labels are all ignored, step by step.
 IGNORED: list[set[int]] = [set(), {1}, {0, 1}, {0}]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 WAYS = ["packed", "chunked", "packed and chunked"]

@@ -154,7 +154,7 @@ def layout_under_ddp(rank: int, world_size: int, fused: bool, folder: Path) -> l
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_kernels_channels_last_under_ddp_is_each_ranks_own(fused: bool, tmp_path: Path) -> None:
-    """What ranks sum lies at the same place, whichever of them has the layout."""
+    """Check that ranks sum what lies at the same place, whichever of them has the layout."""
     ranks = spawn_ranks(layout_under_ddp, 2, fused, tmp_path, backend="gloo")
     # The trial's hook is there in both; the one that converts inputs where it was kept.
     assert [ours - stock for _, stock, _, ours in ranks] == [2, 1]

@@ -1,4 +1,4 @@
-"""What is left of us once a program has destroyed its groups, or switched us off: nothing."""
+"""Nothing is left of us once a program has destroyed its groups, or switched us off."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def threads() -> set[str]:
 
 
 class Before:
-    """What was there before the first group."""
+    """The process as it was before the first group."""
 
     def __init__(self) -> None:
         self.held = holdings()
@@ -109,7 +109,7 @@ def rounds_of_groups(rank: int, world_size: int, variables: dict[str, str]) -> l
 
 
 def warm_up() -> None:
-    """What torch itself keeps from its first use on."""
+    """Make torch take what it keeps from its first use on."""
     dist.init_process_group("gloo", store=rank_store("alone"), rank=0, world_size=1)
     model = DistributedDataParallel(nn.Linear(4, 2))
     model(torch.ones(2, 4)).sum().backward()
@@ -122,9 +122,9 @@ def warm_up() -> None:
 
 LAUNCHED: list[dict[str, str]] = [
     {},
-    # Whose launcher told nothing of nodes, so that a thread listens for them.
+    # The launcher told nothing of nodes, so that a thread listens for them.
     {"LOCAL_WORLD_SIZE": ""},
-    # Of two nodes, whose sockets a thread of their own serves.
+    # There are two nodes, whose sockets a thread of their own serves.
     {"DEEPYTORCH_NODE_ID": "a,b", "GLOO_SOCKET_IFNAME": "lo"},
 ]
 

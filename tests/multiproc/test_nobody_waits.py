@@ -29,7 +29,7 @@ def model() -> nn.Module:
 
 
 def switch_on(folder: str) -> None:
-    """What one line does to a script that knows nothing of it, with a policy that costs little."""
+    """Do what one line does to a script that knows nothing of it; the policy costs little."""
     profile = f"{folder}/profile.json"
     activation.leave_models_alone(False)
     deepytorch.activate(tune="auto", profile=profile, patience="off", log="error")

@@ -24,7 +24,7 @@ from deepytorch_core.testing import rank_store, spawn_ranks
 NODES = {"DEEPYTORCH_NODE_ID": "a,b,a,b,a"}
 WORLD = 5
 ONE_EACH = {"DEEPYTORCH_NODE_ID": "a,b"}
-# What is promised for a rank that dies on another node.
+# This is promised for a rank that dies on another node.
 NOTICED_WITHIN_S = 3.0
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)

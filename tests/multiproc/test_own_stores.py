@@ -18,7 +18,7 @@ from deepytorch_core.testing import rank_store, spawn_ranks
 
 
 class Five(Store):
-    """What gloo needs, and add and check."""
+    """A store with what gloo needs, and add and check."""
 
     def __init__(self, below: Store) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def test_engines_train_alike_and_go_on_from_their_checkpoints() -> None:
 
 
 def compiled_under_every_engine(rank: int, world_size: int) -> dict[str, list[bool]]:
-    """Of each engine: with compile=off and auto, whether the model is compiled, or waits for it."""
+    """Return by engine, for compile=off and auto, if the model is compiled, or waits for it."""
     from deepytorch.recipes import llama_sft
     from deepytorch.recipes._run import Process
     from deepytorch.recipes._trainer import Trainer

@@ -227,7 +227,7 @@ PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "deepytorch_core.compare.p
 
 
 def start(rank: int, world_size: int, arguments: list[str], folder: str) -> None:
-    """What torchrun would start."""
+    """Run what torchrun would start."""
     os.chdir(folder)
     runner.main(arguments)
 

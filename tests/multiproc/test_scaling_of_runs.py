@@ -1,4 +1,4 @@
-"""What more ranks would cost, by the report of a real run."""
+"""The cost of more ranks, by the report of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we print or write by the way never ends a training: it is tried once, and then left."""
+"""Output that we print or write by the way never ends a training: it is tried once, then left."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ SAY = "from deepytorch_core.console import say; say('one'); say('two'); print('d
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&- <&-", "2>/dev/null"])
 def test_the_exit_status_is_the_programs(redirection: str) -> None:
-    # What stays in a buffer of stderr the interpreter writes at its end: status 120 if it can't.
+    # The interpreter writes the rest of stderr's buffer at its end: status 120 if it can't.
     assert says(SAY, redirection) == (0, "done\n")
 
 

@@ -1,4 +1,4 @@
-"""Who begins the stock backend's collectives last, as every rank's report says."""
+"""Every rank's report says who begins the stock backend's collectives last."""
 
 from __future__ import annotations
 

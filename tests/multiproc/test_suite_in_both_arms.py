@@ -83,7 +83,7 @@ FILE = "distributed/test_each.py::"
 
 
 def told_of(tests: str, checkout: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """What the command writes and says of a checkout with this one file of tests."""
+    """Return what the command writes and says of a checkout with this one file of tests."""
     folder = checkout / "test" / "distributed"
     folder.mkdir(parents=True)
     (folder / "test_each.py").write_text(tests)

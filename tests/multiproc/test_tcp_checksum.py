@@ -39,7 +39,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over_a_bad_line(rank: int, world_size: int, op: str, library: str) -> tuple[list[str], int]:
-    """What two calls say after the line from one rank went bad ("": nothing); bits changed."""
+    """Return what two calls say ("": nothing) once the line from one rank is bad; bits changed."""
     good = torch.full((COUNT,), float(rank + 1))
     dist.all_reduce(good)
     assert torch.equal(good, torch.full((COUNT,), 3.0))
@@ -69,7 +69,7 @@ def test_damage_on_the_way_is_an_error_that_names_whose_data_it_was(line: Path, 
     assert f"{op} #" in receiver[0], receiver
     assert f"rank {DAMAGED}" in receiver[0], receiver
     assert "do not match their checksum" in receiver[0], receiver
-    # Whose data it was may be done with the call; the group's end reaches it by the next one.
+    # The sender may be done with the call; the group's end reaches it by the next one.
     assert "do not match their checksum" in sender[1], sender
 
 

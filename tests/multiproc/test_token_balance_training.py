@@ -1,4 +1,4 @@
-"""What balance does to the gradient under DDP: nothing, with the loss that it asks for."""
+"""Balance does nothing to the gradient under DDP, with the loss that it asks for."""
 
 from __future__ import annotations
 

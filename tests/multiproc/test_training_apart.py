@@ -1,4 +1,4 @@
-"""Which trainings of several ranks are told that they train apart, and which are not."""
+"""Some trainings of several ranks are told that they train apart, and some are not."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_what_counts_as_given() -> None:
 
 
 def zero(rank: int, world_size: int) -> str:
-    """What is printed while DeepSpeed trains, which keeps its first groups for all stages."""
+    """Return what is printed while DeepSpeed trains; it keeps its first groups for all stages."""
     import deepspeed
 
     import deepytorch

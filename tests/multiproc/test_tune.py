@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_script(
     rank: int, world_size: int, arguments: list[str], folder: str, tune: str = "off"
 ) -> dict[str, int]:
-    """What torchrun would start: the program as `deepytorch run` runs it; the settings it had."""
+    """Run the program as torchrun starts it, in `deepytorch run`; return the settings it had."""
     config.set_current(config.Options.from_mapping({"tune": tune}, base=config.current()))
     os.chdir(folder)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)  # noqa: TID251  as torchrun does
@@ -213,7 +213,7 @@ def test_rank_0s_profile_is_everybodys(folder: Path, tmp_path: Path) -> None:
     found = spawn(different_profiles, folder, str(tmp_path))
     settings = {"ddp_bucket_mb": 7, "fsdp2_prefetch": 2}
     settings |= {"zero_reduce_bucket": 1234, "zero_prefetch_bucket": 99, "zero_reduce_to_owner": 1}
-    # What the script gives itself stays.
+    # Settings that the script gives itself stay.
     built = {"ddp": 7, "own": 3, "reduce": 1234, "prefetch": 7, "forward": 2, "backward": 2}
     built["all_reduce"] = [False, True, None, None]
     words = ", ".join(f"{name}={value}" for name, value in settings.items())

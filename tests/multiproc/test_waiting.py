@@ -27,7 +27,7 @@ MOST_S = 40.0
 
 
 class Said(io.StringIO):
-    """What a rank prints; `flag` is there once it has said for whom it waits."""
+    """Output of a rank; `flag` is there once it has said for whom it waits."""
 
     def __init__(self, flag: Path) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Said(io.StringIO):
 
 
 def prepare_data(flag: Path) -> None:
-    """What the others wait for: until one of them has said so, for `MOST_S` at most."""
+    """Keep the others waiting until one of them has said so, for `MOST_S` at most."""
     end = time.monotonic() + MOST_S
     while not flag.exists() and time.monotonic() < end:
         time.sleep(0.05)

@@ -34,7 +34,7 @@ def connect(network: Network, node: int, server: socket.socket) -> socket.socket
 
 
 def rate_bps(network: Network, num_flows: int, *, pairs=((1, 0),), six: bool = False) -> float:
-    """What flows between (from, to) nodes carry together once they have started."""
+    """Return what flows between (from, to) nodes carry together once they have started."""
     received = [0]
     stop = threading.Event()
     threads = []
@@ -90,7 +90,7 @@ def test_the_rate_holds_in_sum_and_for_each_direction() -> None:
     with Network(3, Setting(rate_bps=LINK_BPS)) as network:
         assert 0.6 * LINK_BPS < rate_bps(network, 1) < 1.15 * LINK_BPS
         assert 0.6 * LINK_BPS < rate_bps(network, 4, six=True) < 1.15 * LINK_BPS
-        # What two nodes send to one meets that one's limit; what they send apart doesn't.
+        # The limit of one node holds for what two send to it, but not for what they send apart.
         assert rate_bps(network, 2, pairs=((1, 0), (2, 0))) < 1.15 * LINK_BPS
         both_ways = rate_bps(network, 1, pairs=((1, 0), (0, 1)))
         assert 1.2 * LINK_BPS < both_ways < 2.3 * LINK_BPS

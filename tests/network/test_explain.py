@@ -70,7 +70,7 @@ def sent_bytes() -> int:
 def run_each(
     rank: int, world_size: int, ops: list[str], num_bytes: int
 ) -> list[tuple[str, int, list[dict[str, Any]]]]:
-    """Of each operation the bytes that this rank's node sent, and what is said of it."""
+    """Return for each operation the bytes that this rank's node sent, and what is said of it."""
     found = []
     for op in ops:
         explain.run_once(rank, world_size, explain.Question(op="all_reduce", bytes=4096))

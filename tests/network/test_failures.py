@@ -1,4 +1,4 @@
-"""What ends a job between nodes: who is gone, and by which interface, in time."""
+"""A job between nodes ends in time, and says who is gone, and by which interface."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def reduce_until_told(
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """Where every rank that has come so far leaves a file."""
+    """Make the folder in which every rank that has come so far leaves a file."""
     folder = tmp_path / "started"
     folder.mkdir()
     return folder
@@ -225,6 +225,6 @@ def test_a_link_that_is_down_for_two_seconds(
     if limit_s < 2:
         assert "fine" not in texts
     if "fine" not in texts:
-        # Who waited for its neighbour, which waited for the link, may name that one.
+        # A rank that waited for its neighbour, which waited for the link, may name that one.
         assert all("rank " in text.partition(":")[2] for text in texts), texts
         assert any(f" by {links.INTERFACE})" in text for text in texts), texts

@@ -147,7 +147,7 @@ def test_the_rank_to_blame_is_on_another_node(tmp_path: Path) -> None:
         there = job.report(1)
         assert there["verdict"]["ranks"] == [3], there["verdict"]
         assert there["not_on_this_node"] == [0, 1]
-        # Of rank 0 too: rank 1 looked at it.
+        # Rank 0 has answered, too: rank 1 looked at it.
         assert there["without_answer"] == []
 
 

@@ -48,7 +48,7 @@ def every_collective(group: dist.ProcessGroup, rank: int, size: int, count: int)
     dist.reduce_scatter(share, list(data(count * size).split(count)), group=group)
     exchanged = torch.empty(count * size)
     dist.all_to_all_single(exchanged, data(count * size), group=group)
-    # Of another size from each rank to each.
+    # Parts of another size go from each rank to each.
     out_sizes, in_sizes = (
         [1 + (rank + 2 * peer) % 3 for peer in range(size)],
         [1 + (peer + 2 * rank) % 3 for peer in range(size)],
@@ -60,7 +60,7 @@ def every_collective(group: dist.ProcessGroup, rank: int, size: int, count: int)
 
 
 def results(rank: int, world_size: int, counts: list[int]) -> list[bool]:
-    """Of every collective and every count, whether ours gave what gloo gave; none was gloo's."""
+    """Return by collective and count whether ours gave what gloo gave; none was gloo's."""
     backend.register()
     arms = []
     for name in ("gloo", "deepytorch"):

@@ -1,4 +1,4 @@
-"""What more nodes would cost, by the report of a job over two emulated ones."""
+"""The cost of more nodes, by the report of a job over two emulated ones."""
 
 from __future__ import annotations
 

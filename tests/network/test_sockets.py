@@ -47,7 +47,7 @@ def own_sockets() -> Iterator[list[socket.socket]]:
 
 
 def settings(rank: int, world_size: int, variables: dict[str, str]) -> list[tuple[int, int, str]]:
-    """Of each connection: what it may hold in either direction, and its congestion control."""
+    """Return what each connection may hold in either direction, and its congestion control."""
     os.environ.update(variables)  # noqa: TID251
     join(rank, world_size)
     with own_sockets() as sockets:
@@ -139,7 +139,7 @@ def test_a_connection_that_turns_silent_ends_in_an_error_that_names_the_peer(
         )
         thread.join()
         for rank, (text, at) in enumerate(ended):
-            # Whose limit ended first tells the other: of the one that it waited for.
+            # The rank whose limit ended first tells the other of the one that it waited for.
             names = (f"rank {peer} ({network.address(peer)}:" for peer in range(2))
             assert any(name in text for name in names), (rank, text)
             assert f" by {links.INTERFACE})" in text, (rank, text)

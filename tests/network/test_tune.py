@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 def run_script(
     rank: int, world_size: int, arguments: list[str], folder: str, tune: str = "off"
 ) -> dict[str, int]:
-    """What torchrun would start on a node: the program as `deepytorch run` runs it."""
+    """Run the program as torchrun starts it on a node, in `deepytorch run`; return its settings."""
     config.set_current(config.Options.from_mapping({"tune": tune}, base=config.current()))
     os.chdir(folder)
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # noqa: TID251  as torchrun does

@@ -103,7 +103,7 @@ ARMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is compared, and how long.
+    """Says what is compared, and how long.
 
     Args:
         arguments: torchrun's options, the script and its arguments.
@@ -199,7 +199,7 @@ def nudged_arm(arms: Sequence[str], samples: Sequence[result.Sample]) -> Arm | N
 
 
 def too_short(steps: int, least: int) -> str:
-    """What to say of a script that takes fewer than `least` optimizer steps."""
+    """Return what to say of a script that takes fewer than `least` optimizer steps."""
     if steps == 0:
         return (
             "the script took no step of a torch.optim.Optimizer: there is nothing to time. Does "

@@ -1,4 +1,4 @@
-"""What is said of a run that failed: the script's own error, not the launcher's words or ours."""
+"""Reports on a run that failed: the script's own error, not the launcher's words or ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _REFUSAL = re.compile(r"^deepytorch_core\.errors\.CompareError: (.*)")
 _LAUNCHER = re.compile(r"^(=+$|[IWEF]\d{4} .* torch/distributed/)")
-# What it says as it ends the processes; before that only of how it starts them.
+# The launcher says this as it ends the processes; before that it says only how it starts them.
 _END = re.compile(r"^[WEF]\d{4} .* torch/distributed/elastic/(agent|multiprocessing)/")
 # It begins before the script, and may say so.
 _BEGIN = re.compile(r"^[IWEF]\d{4} .* torch/distributed/run\.py:")
@@ -92,7 +92,7 @@ def _scripts_own(lines: Sequence[str]) -> list[str]:
 
 
 def _place(before: Sequence[str]) -> str:
-    """Where the script was, in parentheses: the last frame that is neither a library's nor ours."""
+    """Return the script's place, in parentheses: the last frame neither a library's nor ours."""
     for line in reversed(before):
         frame = _FRAME.match(line)
         if frame is not None and not frame[1].startswith(_OURS) and not _LIBRARY.search(frame[1]):

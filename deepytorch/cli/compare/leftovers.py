@@ -1,4 +1,4 @@
-"""What to say of what a run has made outside the view of its folder."""
+"""Reports what a run has made outside the view of its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `deepytorch run --compare` says at its end."""
+"""The report at the end of `deepytorch run --compare`."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def findings(
 
 
 def undecided(ours: Sample) -> list[str]:
-    """What the steps were too few for: the times are not those of a whole training."""
+    """Say what the steps were too few for: the times are not those of a whole training."""
     lines = []
     for one in ours.undecided:
-        # Of the timed steps, that follow a fifth of all, most are to come after the decision.
+        # The timed steps follow a fifth of all. Most of them are to come after the decision.
         enough = -(-2 * one["after_steps"] // 100) * 100
         if one["is_begun"]:
             state = "was still being tried, in turns with eager steps, when the steps were over"
@@ -109,7 +109,7 @@ def _losses(verdict: Verdict) -> str:
 
 
 def _drawn(verdict: Verdict) -> str | None:
-    """What to say of random numbers that are others than stock's: those of dropout, of noise."""
+    """Say if random numbers are others than stock's: those of dropout, of noise."""
     found = verdict.losses
     if found.drawn_from is None:
         return None
@@ -165,7 +165,7 @@ def _time(seconds: float) -> str:
 
 
 def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
-    """What the user writes to have what was measured."""
+    """Say what the user writes to have what was measured."""
     if verdict.word == OTHERWISE:
         return [
             f"nothing: {OTHERWISE}; --split tells which part does it, and please report it with "

@@ -28,7 +28,7 @@ _MAX_CHARS = 20
 
 @dataclass(frozen=True)
 class _Node:
-    """Where a NUMA node is drawn: its left edge, its width, and its GPUs' middles."""
+    """Place of a NUMA node in the drawing: its left edge, its width, and its GPUs' middles."""
 
     group: Group
     left: float
@@ -250,7 +250,7 @@ def _draw_links(
 
 
 def _caption(topology: Topology, found: Sequence[Links], room: int) -> list[str]:
-    """What the drawing does not show: pairs without NVLink, and why there are no GPUs."""
+    """Say what the drawing does not show: pairs without NVLink, and why there are no GPUs."""
     if not topology.gpus:
         return textwrap.wrap(f"no GPUs: {topology.gpu_note}", room) if topology.gpu_note else []
     lines = []

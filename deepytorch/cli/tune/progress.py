@@ -1,4 +1,4 @@
-"""What is seen of a search while it runs: one live picture in a terminal, lines elsewhere."""
+"""Shows a search while it runs: one live picture in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Progress:
         self._screen.print(line, markup=False, soft_wrap=True)
 
     def begins(self, what: str) -> None:
-        """What is being run now."""
+        """Note what is being run now."""
         self._now = what
 
     def ended(self, name: str, trial: Trial, best: Trial | None, *, counts: bool = True) -> None:
@@ -97,7 +97,7 @@ class Progress:
         return shown
 
     def _outlook(self) -> str:
-        """Which trial this was of about how many, and how long the rest takes at this pace."""
+        """Say which trial of about how many this was, and how long the rest takes at this pace."""
         if not self._spent or self._spent >= self._budget:
             return ""
         number = len(self._trials)
@@ -150,7 +150,7 @@ def against(trial: Trial, default_s: float) -> str:
 
 
 def remark(trial: Trial, *, is_best: bool) -> str:
-    """What came of it."""
+    """Say what came of a trial."""
     if trial.problem:
         return trial.problem
     if not trial.is_whole:

@@ -1,4 +1,4 @@
-"""What `deepytorch tune` shows at the end, and what it writes."""
+"""The report that `deepytorch tune` shows at the end, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Repeat = Callable[[Setting], Trial]
 
 
 def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the profile and the record hold besides the settings, of JSON's types."""
+    """Return what the profile and the record hold besides the settings, of JSON's types."""
     from deepytorch_core.bench import record
 
     repeated = outcome.confirmation
@@ -98,7 +98,7 @@ def _table(outcome: Outcome) -> Table:
 
 
 def _repeated(setting: Setting, repeated: Confirmation | None) -> list[str]:
-    """What the rounds say of a setting that took part in them."""
+    """Return what the rounds say of a setting that took part in them."""
     if repeated is None or setting not in repeated.medians_ms:
         return []
     words = ["best of one layer"] if setting == repeated.single_layer else []

@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def tuned(self) -> stored.Tuned:
-        """What the profile is to say."""
+        """Return what the profile is to say."""
         repeated = self.confirmation
         if repeated is None:
             return stored.Tuned(DEFAULTS, "nothing was faster than the defaults", {})
@@ -114,7 +114,7 @@ def run(
 
 
 def _place() -> Path:
-    """Where the profile is. Raises TuneError, before anything is measured, if it can't be kept."""
+    """Return the profile's path. Raises TuneError, before any measurement, if it can't be kept."""
     path = config.profile_path()
     if path is None:
         raise TuneError("there is no place for the profile: give --profile FILE")
@@ -188,7 +188,7 @@ def _search(
 
 
 def _emulation(job: compare.Job, network: Network) -> dict[str, Any]:
-    """What is emulated, for the profile and records."""
+    """Return what is emulated, for the profile and records."""
     return {
         "nodes": network.num_nodes,
         "ranks_per_node": list(job.ranks_per_node),
@@ -197,7 +197,7 @@ def _emulation(job: compare.Job, network: Network) -> dict[str, Any]:
 
 
 def _plan(best: Trial, alone: Trial | None) -> str:
-    """What the search is followed by, which no budget limits."""
+    """Say what follows the search, which no budget limits."""
     who = ["the defaults", in_words(best.setting)]
     if alone is not None:
         who.append(f"the best of one layer, {in_words(alone.setting)}")

@@ -36,7 +36,7 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         COMPUTE: {"DEEPYTORCH_COLLECTIVES": "stock"},
     }
 )
-"""What an arm's processes have set; every other arm is without deepytorch."""
+"""The variables that an arm's processes have set; every other arm is without deepytorch."""
 
 Shape = Mapping[str, int]
 

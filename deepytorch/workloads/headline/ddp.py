@@ -24,7 +24,7 @@ COMPRESSIONS = ("", "bf16")
 PARTS: Mapping[str, str] = MappingProxyType(
     {headline.COLLECTIVES: "collectives", headline.OURS: "all"}
 )
-"""What of ours takes part in the arms that are compared with the plain one."""
+"""The part of ours in each arm that is compared with the plain one."""
 COMPRESSED_PARTS: Mapping[str, str] = MappingProxyType(
     {headline.PLAIN_BF16: "stock-bf16", headline.OURS_BF16: "all-bf16"}
 )

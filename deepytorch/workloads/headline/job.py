@@ -32,7 +32,7 @@ class ArmRun(Run, abc.ABC):
     @property
     @abc.abstractmethod
     def row(self) -> headline.Row:
-        """What is trained, and how."""
+        """Return what is trained, and how."""
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -43,7 +43,7 @@ class ArmRun(Run, abc.ABC):
         return self.row.micro_batch if self.scale == "full" else TINY_BATCH
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
-        """What torchrun would say of the rank, and what makes the arm."""
+        """Return what torchrun would say of the rank, and what makes the arm."""
         seat = self.seats[process]
         return {
             "RANK": str(process),

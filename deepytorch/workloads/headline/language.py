@@ -122,7 +122,7 @@ def _batch(job: ArmJob, number: int) -> dict[str, torch.Tensor]:
 
 
 def _flattened(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What transformers' DataCollatorWithFlattening makes: one row, positions from 0 again."""
+    """Make what transformers' DataCollatorWithFlattening does: one row, positions from 0 again."""
     there = batch["attention_mask"].bool()
     labels = batch["labels"].clone()
     labels[:, 0] = _IGNORED  # the end of one sequence does not predict the next one's beginning

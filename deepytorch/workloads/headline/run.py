@@ -55,7 +55,7 @@ def compare_together(job: TogetherJob, *, rounds: int, say: Say) -> Record:
 
 
 def take_turns(job: ArmRun, arms: Sequence[str], rounds: int, say: Say) -> dict[str, list[Record]]:
-    """What each arm measured in each round: first one after the other, then backwards, and so on.
+    """Measure each arm in each round: first one after the other, then backwards, and so on.
 
     Raises BenchError for what can't run here, WorkerError for a rank that failed.
     """
@@ -210,7 +210,7 @@ def loss_difference(arms: dict[str, dict[str, Any]]) -> float | None:
 
 
 def lines(record: Record) -> list[str]:
-    """What the command prints of a record."""
+    """Return what the command prints of a record."""
     layers = ""
     if record["layers"] and record["layers"] != record["all_layers"]:
         layers = f", {record['layers']} of {record['all_layers']} layers"

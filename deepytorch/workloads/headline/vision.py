@@ -29,7 +29,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Arm:
-    """What a family needs to know of the arm; `layout`: in channels_last."""
+    """The arm as a family needs to know it; `layout`: in channels_last."""
 
     job: ArmRun
     device: torch.device
@@ -55,7 +55,7 @@ class Arm:
 
 
 class Family(Protocol):
-    """What a row trains, of one arm: the model, and what its loop does with it in a step."""
+    """The training of a row in one arm: the model, and what its loop does with it in a step."""
 
     model: nn.Module
     max_norm: float | None  # to which the loop clips gradients; None: it does not

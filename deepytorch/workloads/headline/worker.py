@@ -178,7 +178,7 @@ def memory_gb(device: torch.device) -> float:
 def record(
     job: ArmRun, trained: Trained, warmup_steps: int, shares: list[dict[str, Any]]
 ) -> Record:
-    """What an arm measured, of what each rank did: "times_us", "units", "losses", and the rest."""
+    """Return what an arm measured, over ranks: "times_us", "units", "losses", and the rest."""
     report = deepytorch.report()
     steps = zip(*(share["times_us"] for share in shares), strict=True)
     curves = zip(*(share["losses"] for share in shares), strict=True)

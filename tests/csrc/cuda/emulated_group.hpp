@@ -47,7 +47,7 @@ class EmulatedGroup {
     }
   }
 
-  // Where not all ranks reach each other: touching another's memory then crashes. [rank]: bits.
+  // Takes all but its neighbours from each rank: touching other memory then crashes. [rank]: bits.
   void leave_neighbours(const std::vector<uint32_t>& neighbours) {
     for (int rank = 0; rank < size_; ++rank) mask(&views_[rank], neighbours[rank]);
   }
@@ -69,7 +69,7 @@ class EmulatedGroup {
 
   // A rank's registered memory, aligned.
   char* pool(int rank) { return aligned(pools_[rank].data()); }
-  // Of the queues to that rank, how many have ever had a chunk in its output.
+  // Counts the queues to that rank that have ever had a chunk in its output.
   int num_landed(int rank) {
     const auto& control = *reinterpret_cast<const Control*>(aligned(blocks_[rank].data()));
     int landed = 0;
