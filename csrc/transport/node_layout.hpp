@@ -1,4 +1,4 @@
-// Which ranks of a group share a node, and who speaks for whom between nodes.
+// Lays out which ranks of a group share a node, and who speaks for whom between nodes.
 //
 // NOTE [Partners] Every rank has one partner on each other node: the rank there with its own local
 // rank, counted round where that node has fewer ranks. What a node has to tell a rank goes through
