@@ -93,7 +93,7 @@ class CopyEngine {
   virtual void wait(Lane lane, const Word& word, uint32_t value) = 0;
   // The lane waits until the word has one of these bits.
   virtual void wait_for_bits(Lane lane, const Word& word, uint32_t bits) = 0;
-  // Whoever sees this also sees what was written before.
+  // A reader of this also sees what was written before.
   virtual void write(Lane lane, Word& word, uint32_t value) = 0;
 
   // Words may be kept back until the lane copies, meets, or this is called.

@@ -6,7 +6,7 @@
 //   slots     the content of the one large message that the receiver granted, in pieces
 //
 // Each of the three has one writer and one reader and never blocks: a function says that there is
-// no room, or nothing new. Who waits does so on its doorbell (Segment::await_ring).
+// no room, or nothing new. A rank waits on its doorbell (Segment::await_ring).
 //
 // NOTE [Room] Each of the three is small, and no number of messages may stall in it. Writers keep
 // on their heap what finds no room, and neither side stops reading because it can't write: a
