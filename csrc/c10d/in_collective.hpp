@@ -26,7 +26,7 @@ int64_t now_ns();
 void note_followed(int64_t began_ns);  // at its end
 void step_ended();                     // counts it
 
-// Time of all threads together since the process started that was not hidden behind computation.
+// Time not hidden behind computation, of all threads together since the process started.
 double exposed_s();
 
 void note_failure();

@@ -13,8 +13,8 @@ enum class Instead { kRaise, kNothing };
 // process. Called from the watchdog's thread.
 void end_process(const std::string& reason, Instead instead = Instead::kRaise);
 
-// Puts what `explain` says of a failure before it, on a line of its own. The failure is alone if
-// that has nothing to say, or needs longer than a kernel can be made to hold its stream.
+// Puts what `explain` says of a failure before it, on a line of its own. The failure stands alone
+// if that has nothing to say, or needs longer than a kernel can be made to hold its stream.
 std::string begun_with(const std::function<std::string(const std::string&)>& explain,
                        const std::string& failure);
 

@@ -1,8 +1,8 @@
 // Tools that time operations on a device: scratch memory, a clock that counts on the device, and a
 // gate behind which calls queue up.
 //
-// One object serves one measurement, on one stream, in one thread. It frees what it allocates in
-// the order of the stream: nothing here waits for the device.
+// One object serves one measurement, on one stream, in one thread. It frees in the order of the
+// stream what it allocates: nothing here waits for the device.
 #pragma once
 
 #include <cstddef>

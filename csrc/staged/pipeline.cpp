@@ -244,7 +244,7 @@ void Pipeline::put_down(const Op& op, uint64_t chunk) {
   } else {
     // Every lane's first one.
     if (chunk < Lane::kCount) engine_.wait(lane, board_.checked(rank_), low(op.first));
-    // Without anything to take this lane would overtake the other.
+    // Without anything to take, this lane would overtake the other.
     if (has_predecessor(number)) {
       engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
     }
