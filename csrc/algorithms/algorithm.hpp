@@ -60,7 +60,7 @@ struct RunContext {
   int me() const { return segment.rank(); }
   int size() const { return segment.size(); }
   int header_parity() const { return operation.sequence & 1; }
-  // Where a peer's buffer is mapped here; nullptr when it lies in memory of its own.
+  // The place where a peer's buffer is mapped here; nullptr when it lies in memory of its own.
   char* reach(int rank, const BufferInfo& buffer) const {
     return buffer.offset == BufferInfo::kPrivate ? nullptr : segment.pool(rank) + buffer.offset;
   }
@@ -82,13 +82,13 @@ struct Algorithm {
 // The entry for `name` and `collective`, or nullptr.
 const Algorithm* find_algorithm(const char* name, Collective collective);
 
-// What this rank stages in its slot; the others learn it when they enter.
+// The steps and bytes that this rank stages in its slot; the others learn them when they enter.
 struct Staging {
   uint32_t num_steps = 0;
   uint32_t lane_bytes = 0;
 };
 
-// What all ranks know of an operation once they have entered it.
+// Facts of an operation that all ranks know once they have entered it.
 struct Entered {
   uint32_t num_steps = 0;       // the most of any rank
   bool any_registered = false;  // a rank's buffers are reached directly: a closing barrier must
@@ -104,7 +104,7 @@ OpHeader& publish_header(const RunContext& context);
 // After the barrier that follows: tells context.arrivals of it.
 void note_arrivals(const RunContext& context);
 
-// What a rank says of its operation.
+// A rank describes its operation by this header.
 OpHeader header_of(const Operation& operation);
 bool same_operation(const OpHeader& a, const OpHeader& b);
 // Error(DPT_ERR_MISMATCH) that names two ranks and what each entered.

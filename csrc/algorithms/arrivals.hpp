@@ -1,4 +1,4 @@
-// Who comes last to a group's operations, and what this rank's waiting for it adds up to.
+// Counts who comes last to a group's operations, and adds up how long this rank waits for it.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ class Arrivals {
     for (const int64_t rank : global_ranks) sums_.ranks.push_back({rank});
   }
 
-  // Of an operation: which rank of the node came last, by how much after the last but one, and how
-  // long this rank was there before all were.
+  // Counts an operation: which rank of the node came last, by how much after the last but one, and
+  // how long this rank was there before all were.
   void add(int last, uint64_t cost_ns, uint64_t waited_ns) {
     const std::lock_guard lock(mutex_);
     sums_.operations += 1;

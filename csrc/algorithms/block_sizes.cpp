@@ -8,15 +8,14 @@
 namespace dpt {
 namespace {
 
-// What the leader publishes before the sizes: empty, or which ranks do not agree.
+// The leader publishes this before the sizes: empty, or which ranks do not agree.
 constexpr size_t kVerdictBytes = 256;
 
 bool has_blocks(Collective collective) {
   return collective == DPT_ALL_GATHER || collective == DPT_ALL_TO_ALL;
 }
 
-// What a rank says: what it sends, which in an all_gather is one block, and what it expects of
-// each.
+// A rank says what it sends, which in an all_gather is one block, and what it expects of each.
 struct Words {
   Words(Collective collective, size_t ranks)
       : per_rank(collective == DPT_ALL_TO_ALL ? ranks : 1), of_rank(per_rank + ranks) {}

@@ -20,7 +20,7 @@ class BlockSizes {
   // not agree.
   static BlockSizes meet(const RunContext& context);
 
-  // Of what `source` gives to `receiver`.
+  // The size of what `source` gives to `receiver`.
   size_t bytes(int source, int receiver) const {
     return sent_.empty() ? even_ : sent_[source * per_rank_ + (per_rank_ == 1 ? 0 : receiver)];
   }

@@ -66,7 +66,7 @@ class Exchange {
   bool receives(int rank) const {
     return operation_.collective != DPT_GATHER || rank == operation_.root;
   }
-  // Which of a source's inputs goes to `receiver`, and which of a receiver's outputs is from it.
+  // The source's input that goes to `receiver`, and the receiver's output that is from `source`.
   int input_index(int receiver) const { return shares_lane() ? 0 : receiver; }
   char* output_from(int source) const {
     const bool one = operation_.collective == DPT_BROADCAST || operation_.collective == DPT_SCATTER;
@@ -127,8 +127,8 @@ class Exchange {
     return both ? operation_.input_bytes(input_index(context_.me())) : 0;
   }
 
-  // What a rank sends to itself, in pieces while they are in the cache; up to the end if `bytes`
-  // says so.
+  // Copies what a rank sends to itself, in pieces while they are in the cache; up to the end if
+  // `bytes` says so.
   void copy_own(size_t begin, size_t bytes) const {
     const size_t all = own_bytes();
     if (begin >= all) return;

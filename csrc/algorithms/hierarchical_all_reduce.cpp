@@ -284,8 +284,8 @@ class NodePipeline {
     }
   }
 
-  // Where this rank's share of the result goes. Which of the two common buffers: as with slots, a
-  // rank that is one barrier ahead writes the other one.
+  // This rank's share of the result goes to these places. One may be a common buffer, of which
+  // there are two: as with slots, a rank that is one barrier ahead writes the other one.
   std::vector<void*> places_of_result(size_t chunk) const {
     std::vector<void*> places;
     const size_t offset = share(chunk).begin * element_bytes_;
@@ -324,7 +324,7 @@ class NodePipeline {
 
 void run_node_pipeline(const RunContext& context) { NodePipeline(context).run(); }
 
-// What a node sends for a share of `count` elements.
+// The number of elements that a node sends for a share of `count` elements.
 size_t sent_elements(const NodeRun& run, const NodeLayout& layout, int node, size_t count) {
   const size_t element_bytes = size_of(run.dtype);
   const int nodes = layout.num_nodes();

@@ -29,7 +29,7 @@ struct Carrier {
   size_t lane_bytes;
 };
 
-// Which blocks there are, and who carries them.
+// Knows which blocks there are, and who carries them.
 class Blocks {
  public:
   Blocks(Collective collective, int root, size_t chunk_bytes, const NodeLayout& layout)
@@ -186,7 +186,7 @@ class NodeExchange {
     if (nodes_.scratch.size() < all) nodes_.scratch.resize(all);
   }
 
-  // Which of a carrier's lanes holds the block, -1: none.
+  // The number of the carrier's lane that holds the block; -1: none does.
   int lane_of(const Carrier& by, const Block& block) const {
     for (size_t lane = 0; lane < by.lanes.size(); ++lane) {
       const Block& each = by.lanes[lane];
@@ -217,7 +217,7 @@ class NodeExchange {
     }
   }
 
-  // Where a piece of an arrival lies until it is copied on.
+  // A piece of an arrival lies at this place until it is copied on.
   char* place_of(const Arrival& arrival, size_t piece) const {
     const size_t lane_bytes = carriers_[context_.me()].lane_bytes;
     if (arrival.output != nullptr) return arrival.output + piece * lane_bytes;
@@ -265,7 +265,7 @@ class NodeExchange {
     }
   }
 
-  // What the others put into their lanes for this rank in `step`.
+  // Copies what the others put into their lanes for this rank in `step`.
   void copy_out(size_t step) const {
     if (!blocks_.receives(nodes_.rank)) return;
     for (int distance = 1; distance < context_.size(); ++distance) {

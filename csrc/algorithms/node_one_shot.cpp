@@ -146,7 +146,7 @@ void run_broadcast(const RunContext& context) {
 
 void run_barrier(const RunContext& context) { enter_nodes(context); }
 
-// What the node that says the most tells each other one, beside the header.
+// The node that says the most tells each other one this much, beside the header.
 size_t words_bytes(const NodeRun& run, const NodeLayout& layout) {
   size_t most = 0;
   for (const std::vector<int>& ranks : layout.ranks) most = std::max(most, ranks.size());

@@ -14,7 +14,7 @@ namespace {
 constexpr std::chrono::milliseconds kGraceBetweenNodes{400};
 constexpr std::chrono::milliseconds kGraceForLeader{800};
 
-// What a node says of the operation its ranks entered.
+// A node describes the operation its ranks entered by this.
 struct NodeHeader {
   OpHeader first;  // of the leader
   OpHeader other;  // of the first local rank that entered another operation

@@ -1,5 +1,5 @@
-// What algorithms for groups that span nodes share: the meeting of the nodes, reductions in two
-// levels, and traffic that ends with the operation.
+// Parts that algorithms for groups that span nodes share: the meeting of the nodes, reductions in
+// two levels, and traffic that ends with the operation.
 //
 // In such a group the segment holds the ranks of this node, and context.me() is a rank's place
 // among them; ranks in the group are said in full: `nodes.rank`, `operation.root`.
@@ -84,7 +84,7 @@ class Traffic {
 // Most bytes that a node says at the meeting.
 constexpr size_t kMostNodeWords = 64 << 10;
 
-// What the first rank of each node, its leader, does at the meeting.
+// The first rank of each node, its leader, does this at the meeting.
 struct LeaderPart {
   // This node's words, at most kMostNodeWords; called when all ranks of the node have come.
   std::function<std::vector<char>()> words = {};

@@ -1,4 +1,4 @@
-// What an algorithm between nodes does, phase by phase, in words for people.
+// Outlines of the phases of an algorithm between nodes, in words for people.
 //
 // Each algorithm says it in its own file, from the functions that it runs by.
 #pragma once

@@ -21,7 +21,7 @@ class Error : public std::runtime_error {
   dpt_status status_;
 };
 
-// What is said of a rank that ended its membership itself: "rank 1" + kHasLeft.
+// Errors say this of a rank that ended its membership itself: "rank 1" + kHasLeft.
 inline constexpr char kHasLeft[] =
     " has left the group (destroy_process_group, or its program's end)";
 

@@ -1,4 +1,4 @@
-// What every blocking wait of the core obeys: a deadline, and the caller's wish to be interrupted.
+// Limits of every blocking wait of the core: a deadline, and the caller's wish to be interrupted.
 #pragma once
 
 #include <algorithm>
@@ -55,14 +55,14 @@ class Deadline {
 
 struct WaitContext {
   Deadline deadline;
-  // Who waits for what, for messages: "all_reduce #3 of group g (...) on rank 0".
+  // Says in messages who waits for what: "all_reduce #3 of group g (...) on rank 0".
   std::function<std::string()> describe;
   // True when the caller should give up (Ctrl-C); may be empty.
   std::function<bool()> interrupted;
   // Throws when a rank that is waited for can't come any more; may be empty.
   std::function<void()> check_peers = {};
 
-  // What every wait without shared memory asks after each slice.
+  // Every wait without shared memory calls this after each slice.
   void check() const {
     if (interrupted && interrupted()) {
       throw Error(DPT_ERR_INTERRUPTED, describe() + " was interrupted");

@@ -23,7 +23,7 @@ namespace {
 
 namespace py = pybind11;
 
-// What a signal handler raised inside a wait of the core; picked up when that wait has returned.
+// A signal handler raised this inside a wait of the core; picked up once that has returned.
 thread_local std::exception_ptr pending_signal;
 
 // Calls `function` with the GIL and turns what it raises into a status.

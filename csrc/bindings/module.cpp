@@ -12,7 +12,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("abi_version") = DPT_ABI_VERSION;
   // As CMake writes them, "80-real 90a-real 90-virtual"; "" without GPU kernels.
   m.attr("gpu_architectures") = DPT_GPU_ARCHITECTURES;
-  // What Python sees at its start is what the process was given.
+  // Python's stderr at its start tells whether the process was given one.
   if (pybind11::module_::import("sys").attr("__stderr__").is_none()) dpt::silence_log();
   m.def("set_variable",
         &dpt::set_variable,

@@ -1,4 +1,4 @@
-// What ranks tell each other through the store before they share anything faster.
+// Exchanges through the store, before ranks share anything faster.
 #pragma once
 
 #include <cstdint>
@@ -67,7 +67,7 @@ std::string wait_for_key(Store& store,
 
 // Identifies this process to others on the same node; one line.
 std::string own_process_mark();
-// What may follow a mark: when it was left.
+// This time may follow a mark: when it was left.
 std::string stamp_of_now();
 // The pid behind a mark when that process has certainly ended; nothing while it lives, or when it
 // can't be seen from here (another node or pid namespace). Nor where a stamp says that the mark was

@@ -9,7 +9,7 @@
 namespace dpt::c10d_adapter {
 namespace {
 
-// What is inside longer than this waits for the lost rank itself.
+// A start that takes longer than this waits for the lost rank itself.
 constexpr std::chrono::seconds kMostStarting{2};
 constexpr std::chrono::milliseconds kLook{5};
 // Rather leave a backend behind than keep the process from its end.

@@ -18,7 +18,7 @@
 namespace dpt::c10d_adapter {
 namespace {
 
-// What Ctrl-C raised inside a wait of the core; picked up when that wait has returned.
+// Ctrl-C raised this inside a wait of the core; picked up when that wait has returned.
 thread_local std::exception_ptr pending_signal;
 
 // How long rank 0 stays for ranks that are still making the group; they are at it together.
@@ -297,12 +297,12 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
                                               const Replay& replay,
                                               const int* node_of,
                                               bool asynchronous) {
-  // What is coalesced starts where its end does: on the caller's stream.
+  // Coalesced operations start where they end: on the caller's stream.
   const auto [current, from] = streams_.before_delegated(device, asynchronous && !coalescing_);
   const DelegatedStream::Call starting(delegated_, current);
   c10::OptionalStreamGuard there;
   if (from != current) there.reset_stream(from);
-  // What belongs together for NCCL stays in one piece.
+  // Operations that belong together for NCCL stay in one piece.
   const bool staged = node_of != nullptr && !coalescing_;
   return start(replay,
                staged ? hierarchy_for(kCuda, {node_of, node_of + getSize()}) : delegate_of(device));
@@ -514,7 +514,7 @@ void Backend::submit_to_core(const dpt_request& request,
 
 WorkPtr Backend::watched(const Submitted& submitted) {
   const WorkPtr& work = submitted.delegated;
-  // What the host can't see the end of, or the work of an open group of calls.
+  // The host can't see the end of this, or it is the work of an open group of calls.
   if (!work || !submitted.device().is_cpu()) {
     setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/1);
     return work;

@@ -66,11 +66,11 @@ class Backend : public c10d::Backend {
     std::string profile;        // path; empty: none
     size_t staging_bytes = 0;   // 0: the core's default
     bool raise_errors = false;  // of GPUs; else they end the process
-    // What is wrong with a tensor that is going to be summed, or nothing; unset: nobody asks.
+    // Says what is wrong with a tensor that is going to be summed, or nothing; unset: nobody asks.
     std::function<std::string(const at::Tensor&)> inspect;
     bool delegate_competes = false;  // native code must be faster than the stock backend
     bool by_nodes = false;           // the stock backend may go through nodes in stages
-    // Of a failure of an operation: what is to be said before it, or nothing.
+    // Gives the words to be said before the failure of an operation, or nothing.
     std::function<std::string(const std::string& failure)> explain;
     // Compares what this rank is about to start with the other ranks', and throws where they
     // differ; empty: nobody asked for that.
@@ -109,7 +109,7 @@ class Backend : public c10d::Backend {
   // Without messages, of which each rank may have another number: torch compares this between ranks
   // where TORCH_DISTRIBUTED_DEBUG=DETAIL.
   uint64_t getSequenceNumberForGroup() override { return sequence_ - messages_; }
-  // What torch asks before it sends a batch of messages as one call; on the host nothing is gained
+  // Torch asks this before it sends a batch of messages as one call. On the host nothing is gained
   // by that, and its batches are neither safe with threads nor after a failure.
   bool supportsCoalescing() const override;
   void startCoalescing() override;
@@ -176,7 +176,7 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  private:
-  // What c10d asks for. The lists are the caller's, or temporary ones of the same expression.
+  // A request of c10d's. The lists are the caller's, or temporary ones of the same expression.
   struct Call {
     dpt_collective collective;
     c10d::OpType op_type;
@@ -200,9 +200,9 @@ class Backend : public c10d::Backend {
   };
   // Its name in a profile, as the stock backend's: "gloo:all_reduce"; empty while nothing profiles.
   std::string profiled_as(const Call& call, at::DeviceType device) const;
-  // What all ranks must say alike of a collective.
+  // All ranks must say this alike of a collective.
   std::string signature_of(const Call& call) const;
-  // Of its tensors; the host's where it has none.
+  // The device of its tensors; the host if it has none.
   static at::Device device_of(const Call& call) {
     if (!call.inputs.empty()) return call.inputs[0].device();
     if (!call.outputs.empty()) return call.outputs[0].device();

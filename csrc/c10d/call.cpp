@@ -1,4 +1,4 @@
-// What is known of one call before it starts: its request, its name, and what its tensors are for.
+// Facts of one call before it starts: its request, its name, and what its tensors are for.
 #include <ATen/record_function.h>
 
 #include "backend.hpp"
@@ -7,8 +7,8 @@
 
 namespace dpt::c10d_adapter {
 
-// Where gloo or NCCL copies into the outputs, autograd hears of it: a graph that has saved one
-// refuses its backward pass.
+// Tells autograd of outputs that gloo or NCCL copies into: a graph that has saved one refuses its
+// backward pass.
 void Backend::note_written(const Call& call) {
   const bool gloo_copies = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER ||
                            call.collective == DPT_REDUCE_SCATTER ||
@@ -30,7 +30,7 @@ void Backend::check_open(const Call& call) const {
                                                    " was destroyed"})));
 }
 
-// What this rank's tensors are for.
+// Tells what this rank's tensors are for.
 Contiguous::Direction Backend::in_place_direction(const Call& call) const {
   using Direction = Contiguous::Direction;
   const bool is_root = call.root == rank_;
@@ -39,7 +39,7 @@ Contiguous::Direction Backend::in_place_direction(const Call& call) const {
   return Direction::kInPlace;
 }
 
-// Of a list some are counted twice, which does no harm: what counts is whether it may be gradients.
+// Some of a list is counted twice, which does no harm: the question is whether it may be gradients.
 [[gnu::hot]] void Backend::note_given(const Call& call) const {
   if (size_ == 1) return;  // there is nobody to give it to
   uint64_t elements = 0;

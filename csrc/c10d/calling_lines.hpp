@@ -1,4 +1,4 @@
-// Which operations the flight record learns the calling line of.
+// Chooses the operations that the flight record learns the calling line of.
 //
 // To find it takes the GIL: a microsecond where that is free, 5 ms where another thread runs
 // Python. So it is a sample: of each kind of operation the first, and then a few a second.

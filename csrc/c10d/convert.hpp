@@ -14,7 +14,7 @@
 
 namespace dpt::c10d_adapter {
 
-// What an exception says, without the C++ frames that torch's own append to it.
+// An exception's text, without the C++ frames that torch's own append to it.
 std::string text_of(const std::exception& error);
 
 // Text from pieces, without streams: torch and this library may each carry a C++ library of their
@@ -26,15 +26,15 @@ std::string join_text(std::initializer_list<std::string> pieces);
 #define DPT_CHECK_VALUE(condition, ...) \
   if (!(condition)) ::dpt::c10d_adapter::throw_value_error(__VA_ARGS__)
 
-// What one buffer holds. Types the core doesn't know (float8, uint16, ...) are moved as bytes, and
-// reduced by the delegate.
+// The contents of one buffer. Types the core doesn't know (float8, uint16, ...) are moved as bytes,
+// and reduced by the delegate.
 struct Elements {
   dpt_data_type dtype;
   size_t count;
 };
 Elements elements_of(const at::Tensor& tensor, bool reduces);
 
-// Of the floats that the core asks the stock backend to reduce. Throws std::invalid_argument.
+// Takes the floats that the core asks the stock backend to reduce. Throws std::invalid_argument.
 at::ScalarType to_scalar_type(dpt_data_type type);
 
 dpt_reduce_op to_reduce_op(const c10d::ReduceOp& op);

@@ -10,7 +10,7 @@ namespace dpt::c10d_adapter {
 
 class DelegatedWork : public c10d::Work {
  public:
-  // What all of a group's have in common.
+  // All operations of a group have this in common.
   struct Group {
     int rank;
     const dpt_api* api;

@@ -82,7 +82,7 @@ bool DeviceStreams::is_capturing(const c10::Device& device) const {
 dpt_waits DelegatedStream::is_waiting() {
   if (calls_ > 0) return DPT_WAITS_IN_START;
   const std::lock_guard lock(mutex_);
-  // What a graph captures does not run now.
+  // Operations that a graph captures do not run now.
   if (!stream_ || api_->stream_capture(stream_->native_handle()) != 0) return DPT_WAITS_NOT;
   if (asked_ && asked_->query()) {
     asked_.reset();

@@ -25,7 +25,7 @@ class DeviceStreams {
  public:
   explicit DeviceStreams(const dpt_api* api) : api_(api) {}
 
-  // Where the next operation runs; its inputs are ready there.
+  // Returns the stream that the next operation runs on; its inputs are ready there.
   c10::Stream begin(const c10::Device& device, bool asynchronous);
   // It is on that stream.
   void end(const c10::Stream& stream);
@@ -35,9 +35,9 @@ class DeviceStreams {
     c10::Stream current;  // the caller's
     c10::Stream from;     // behind the native operations, and behind what `current` holds
   };
-  // Where the stock backend is to start its next operation from. An asynchronous one does not make
-  // the caller's stream wait for native ones: gradients' products would stand still for the bucket
-  // before. Graphs are captured on the caller's stream alone.
+  // Tells where the stock backend is to start its next operation from. An asynchronous one does not
+  // make the caller's stream wait for native ones: gradients' products would stand still for the
+  // bucket before. Graphs are captured on the caller's stream alone.
   Start before_delegated(const c10::Device& device, bool asynchronous);
 
  private:
@@ -81,7 +81,7 @@ class DelegatedStream {
   std::optional<c10::Event> asked_;
 };
 
-// Behind a kernel that is on its stream: waiting makes the caller's stream wait, not the caller.
+// Work of a kernel that is on its stream: waiting makes the caller's stream wait, not the caller.
 class DeviceWork : public c10d::Work {
  public:
   DeviceWork(int rank,

@@ -30,7 +30,7 @@ Pointers pointers_of(at::TensorList tensors, size_t count) {
   return pointers;
 }
 
-// What only the stock backend can take, or refuse in its own words.
+// Says why only the stock backend can take these, or refuse them in its own words.
 [[gnu::hot]] const char* why_not_plain(at::TensorList tensors,
                                        const at::Device& device,
                                        bool any_strides = false) {
@@ -180,7 +180,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
     outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
     const bool gives_rows = why_not_plain(call.inputs, device) != nullptr;
     const bool takes_rows = !call.in_place && why_not_plain(call.outputs, device) != nullptr;
-    // What the stock backend carries out needs none. The request has these arrays' addresses.
+    // Calls that the stock backend carries out need none. The request has these arrays' addresses.
     if (gives_rows || takes_rows) {
       submitted.make_stand_ins = [&, gives_rows, takes_rows] {
         if (gives_rows) given.emplace(call.inputs, Contiguous::Direction::kInput);

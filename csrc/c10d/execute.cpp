@@ -26,8 +26,8 @@ at::Tensor wrap_parts(void* first, const dpt_request& request, int64_t parts) {
       .make_tensor();
 }
 
-// What a program that waits for the operation uses. On a device it then runs on the caller's own
-// stream, which is as fast as the stock backend can be.
+// Options as a program that waits for the operation gives them. On a device it then runs on the
+// caller's own stream, which is as fast as the stock backend can be.
 template <typename Options>
 Options options_for(const dpt_request& request) {
   Options options;
@@ -111,8 +111,8 @@ void copy_message(const char* what, dpt_error* error) {
 
 }  // namespace
 
-// What NCCL or the device fails with may be this rank's alone. What else is raised, for arguments
-// that are refused say, is so on every rank.
+// Failures of NCCL or the device may be this rank's alone. Any other, for arguments that are
+// refused say, is so on every rank.
 [[gnu::cold, gnu::noinline]] dpt_status Backend::describe_caught(const at::Device& device,
                                                                  dpt_error* error) {
   const auto broke = [&](const std::exception& caught) {

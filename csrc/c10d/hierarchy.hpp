@@ -52,7 +52,7 @@ class Hierarchy : public c10d::Backend {
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override;
-  // Of equal parts, as everything here.
+  // Takes equal parts, as everything here.
   WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs,
                     std::vector<at::Tensor>& inputs,
                     const c10d::AllgatherOptions& options) override;
@@ -81,7 +81,7 @@ class Hierarchy : public c10d::Backend {
   int num_local() const { return static_cast<int>(ranks_[0].size()); }
   // Whether the node's ranks follow each other, so that their parts are one piece of a tensor.
   bool is_one_piece(int node) const;
-  // Of a rail's message of `count` elements, in order; none of none.
+  // The pieces of a rail's message of `count` elements, in order; none of none.
   std::vector<Piece> pieces_of(int64_t count, size_t element_bytes) const;
   // An all_gather and a reduce_scatter of one tensor.
   void gather_in_stages(const at::Tensor& output,

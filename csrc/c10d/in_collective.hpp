@@ -1,5 +1,5 @@
-// What the program's own threads spend in collectives on host memory, how many of those failed, and
-// how many bytes the program gave to operations.
+// Counts the time that the program's own threads spend in collectives on host memory, and how many
+// of those failed. Counts as well how many bytes the program gave to operations.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@ int64_t now_ns();
 void note_followed(int64_t began_ns);  // at its end
 void step_ended();                     // counts it
 
-// Of all threads together since the process started: what was not hidden behind computation.
+// Time not hidden behind computation, of all threads together since the process started.
 double exposed_s();
 
 void note_failure();
 uint64_t failures();
 
-// Of this rank's part in operations with other ranks.
+// Count this rank's part in operations with other ranks.
 void note_given(uint64_t bytes);
 uint64_t given_bytes();
 

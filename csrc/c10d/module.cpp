@@ -39,7 +39,7 @@ dpt_tune parse_tune(const std::string& name) {
   throw py::value_error("tune=\"" + name + "\": expected off, auto, force or profile");
 }
 
-// What ProcessGroupGloo's class offers beside c10d's: programs ask a group's backend for it.
+// Lends what ProcessGroupGloo's class offers beside c10d's: programs ask a group's backend for it.
 void lend_from_gloo(const py::object& backend) {
   const py::module_ c10d = py::module_::import("torch._C._distributed_c10d");
   if (!py::hasattr(c10d, "ProcessGroupGloo")) return;
@@ -123,7 +123,7 @@ decltype(Backend::Setup::device_memory) wrap_memory(py::object memory) {
           }};
 }
 
-// What a factory that knows nothing of deaths, or fails to find out, says is nothing.
+// A factory that knows nothing of deaths, or fails to find out, says nothing.
 std::function<std::string()> who_died(py::object factory) {
   return [held = hold(std::move(factory))]() -> std::string {
     if (!Py_IsInitialized()) return "";

@@ -14,7 +14,7 @@ namespace dpt::c10d_adapter {
 namespace {
 
 struct SignalModule {
-  // What the module "signal" makes its functions of: those are Python's, and ten times as slow.
+  // The module "signal" wraps these functions: its own are Python's, and ten times as slow.
   pybind11::module_ signals = pybind11::module_::import("_signal");
   pybind11::object get = signals.attr("getsignal");
   pybind11::object interrupt = signals.attr("default_int_handler");
@@ -23,7 +23,7 @@ struct SignalModule {
 
 enum class Author { kNobody, kLibrary, kUser };
 
-// Who wrote files, by what the interpreter calls them.
+// Knows who wrote files, by what the interpreter calls them.
 class Authors {
  public:
   void set_folders(std::vector<std::string> folders) {

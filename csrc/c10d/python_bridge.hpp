@@ -27,7 +27,7 @@ struct CodeLine {
   std::string function;
   int line = 0;
 };
-// What lies below these folders is no user's code, as deepytorch_core/hang/stacks.py has it.
+// Code below these folders is no user's, as deepytorch_core/hang/stacks.py has it.
 void set_library_folders(std::vector<std::string> folders);
 // The innermost line of the user's own code that this thread is in, else of a library's other than
 // torch and ours; nothing of a thread that runs no Python, or when the interpreter is ending. Runs

@@ -77,7 +77,7 @@ std::string size_of_range(int bucket) { return describe_bytes(range_of(bucket).n
 
 }  // namespace
 
-// What one rank brings to a range that is open; rank 0's counts, but for `spent_us`.
+// One rank brings this to a range that is open; rank 0's counts, but for `spent_us`.
 struct GroupTuning::Proposal {
   bool busy;        // on any rank: nothing is settled now
   bool measure;     // if the budget allows; else, or with the budget spent, `entry`

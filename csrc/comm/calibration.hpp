@@ -58,7 +58,7 @@ class GroupTuning {
   // Whether `settle` is to be called before the next operation of this size. Tens of nanoseconds,
   // as `find`.
   bool is_open(Collective collective, size_t bytes) const;
-  // What was settled; nullptr: nothing, so the rule of thumb.
+  // The settled plan; nullptr: none, so the rule of thumb.
   const Decision* find(Collective collective, size_t bytes) const;
 
   // Settles the range that holds `bytes`, for the operation that all ranks are about to run. May
@@ -70,7 +70,7 @@ class GroupTuning {
 
  private:
   struct Proposal;
-  // What a rank brings to `agree`.
+  // A rank brings these to `agree`.
   struct Terms {
     dpt_tune tune;
     bool measures;

@@ -164,14 +164,14 @@ class Communicator {
   void agree_on_stages(const WaitContext& wait);
   bool watch_device();
   bool watch_delegate();
-  // Where errors are raised and NCCL's part may wait without end.
+  // Abandons NCCL's part where errors are raised and it may wait without end.
   void abandon_delegate() const;
   Error error_of(const DeviceGroup::Failure& failure) const;
   void check_device(const dpt_request& request);
   bool is_device_broken() const;
   void check_segment(const dpt_request& request);
   void leave_devices();
-  // Which may be the delegate's too, and its order is the program's.
+  // Host operations may be the delegate's too, and its order is the program's.
   void wait_for_host_operations(const dpt_request& request);
   dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
   // `row`: where it is counted.
@@ -179,7 +179,7 @@ class Communicator {
                                 StatisticsRow* row,
                                 bool by_nodes,
                                 uint64_t recorded);
-  // Of which the other ranks' watchdogs hear what becomes of an operation on a device.
+  // From this the other ranks' watchdogs hear what becomes of an operation on a device.
   Segment* watched_segment() const;
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
   void check_usable(const dpt_request& request);
@@ -202,7 +202,7 @@ class Communicator {
   std::shared_ptr<GroupStatistics> statistics_;
   Arrivals* arrivals_ = nullptr;  // from connect on, of statistics_
 
-  // What the short way looks at.
+  // The short way looks at these.
   std::atomic<bool> has_failed_{false};  // failure_ is set
   // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
   // [Order].

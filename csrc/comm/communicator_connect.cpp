@@ -10,7 +10,7 @@
 namespace dpt {
 namespace {
 
-// What is wrong between nodes all ranks of this one hear of.
+// All ranks of this node hear of any trouble between nodes.
 Connection::Host host_of(Segment& segment) {
   return {
       Fabric::instance().reactor(),
@@ -62,7 +62,7 @@ void Communicator::connect_ranks(const Meeting& meeting, const WaitContext& wait
                                          wait);
   no_transport_ = connection.why_not;
   if (layout.num_nodes() > 1) {
-    // Of the nodes' verdicts the first bad one counts for all.
+    // The first bad one of the nodes' verdicts counts for all.
     const std::string mine = no_transport_.empty() ? "ok" : no_transport_;
     for (const std::string& verdict :
          all_gather(store, key + "/nodes", rank_, global_ranks_, mine, wait)) {

@@ -40,7 +40,7 @@ constexpr const char* kBusy =
     "no CPU-Reduce while a graph captures the stream, or among coalesced operations";
 
 constexpr size_t kDefaultStagingBytes = size_t{256} << 20;
-// Of what is left, one group gets at most this part: there is always some for the next.
+// One group gets at most this part of what is left: there is always some for the next.
 constexpr size_t kShareOfStaging = 3;
 
 struct Text {
@@ -91,7 +91,7 @@ dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* re
 
 void Communicator::launch_on_device(const dpt_request& request, const DevicePlan& plan) {
   const cuda::Stream stream = request.stream(request.call);
-  // Of what goes by copies a part may be on its way, and the other ranks wait for the rest.
+  // Copies may be on their way in part, and the other ranks wait for the rest.
   bool ended_here = false;
   const auto failed = [&](const Error& error) {
     ended_here = !segment_->aborted() && fail(error.status(), error.what());
@@ -100,7 +100,7 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
     launch_divided(*device_->group, {&delegate_, segment_.get()}, {request, plan, stream, failed});
   } catch (const Error&) {
     if (ended_here) throw;
-    // Where a rank is lost that says more than what came of it.
+    // If a rank is lost, that says more than what came of it.
     check_usable(request);
     if (is_staged()) check_segment(request);
     throw;
@@ -109,7 +109,7 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
 
 bool Communicator::is_staged() const { return device_ && device_->staged; }
 
-// Where GPUs are staged through the host's memory; known once they have met.
+// This is for GPUs staged through the host's memory; known once they have met.
 std::string Communicator::why_not_staged(const dpt_request& request) const {
   return staged::Job::why_not({.collective = request.collective,
                                .dtype = request.dtype,
@@ -132,7 +132,7 @@ std::string Communicator::why_not_on_device(const dpt_request& request) const {
   return device_ ? "" : DeviceGroup::why_absent();  // found out once
 }
 
-// Of GPUs that have met.
+// This is for GPUs that have met.
 std::string Communicator::why_not_in_group(const dpt_request& request) const {
   if (!device_->why_not.empty()) return device_->why_not;
   if (device_->device != request.device) {
@@ -176,7 +176,7 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
   }
   const auto choose = [&](std::string why_not) {
     const bool tunes = why_not.empty() && even;
-    // What is measured between nodes without a group of ours is the delegate in stages.
+    // Between nodes, without a group of ours, the measured plan is the delegate in stages.
     const bool tunes_stages = by_nodes && !device_->group && even;
     const Decision* const tuned =
         tunes || tunes_stages ? device_tuning_.find(request.collective, bytes) : nullptr;
@@ -208,7 +208,7 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
   return plan;
 }
 
-// What there is no need to meet the other ranks for, or to look at the stream.
+// The plan, if there is no need to meet the other ranks for it, or to look at the stream.
 std::optional<DevicePlan> Communicator::settled_plan(const dpt_request& request) {
   if (why_not_on_device(request).empty()) {
     if (!device_) return std::nullopt;
@@ -331,7 +331,7 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const size_t most = staging_bytes_ != 0 ? staging_bytes_ : kDefaultStagingBytes;
   const size_t used = fabric.device_staging_used();
   const size_t left = most - std::min(most, used);
-  // Where ranks share a GPU the kernels of all of them may have to find room there.
+  // If ranks share a GPU, the kernels of all of them may have to find room there.
   const int num_sms = devices.shared ? devices.num_sms / here.size() : devices.num_sms;
   const int channels = offer_channels(num_sms, fabric.device_channels_used(), env().gpu_channels);
   const std::shared_ptr<staged::Between> between = nodes_ ? connect_between(wait) : nullptr;
@@ -441,7 +441,7 @@ bool Communicator::watch_delegate() {
                              " that NCCL carries out on rank " +
                              std::to_string(global_ranks_[rank_]) + " waits in vain: " + who;
   fail(DPT_ERR_PEER_LOST, reason);
-  // What is being started never comes back, so there is no next call that could raise.
+  // An operation that is being started never comes back, so there is no next call that could raise.
   if (waits == DPT_WAITS_IN_START) {
     end_process(reason, Instead::kNothing);
   } else if (!raise_errors_) {
@@ -461,7 +461,7 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
     return {DPT_ERR_MISMATCH,
             where + peer + " is in another operation, or one of another size or type"};
   }
-  // Who is late on another node is known there, and here perhaps only whose part is missing.
+  // The late rank of another node is known there; here perhaps only whose part is missing.
   const bool is_elsewhere = nodes_ && nodes_->layout.node_of[failure.peer] != nodes_->node();
   if (failure.kind == DeviceGroup::Failure::kAborted || is_elsewhere) {
     try {

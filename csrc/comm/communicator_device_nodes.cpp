@@ -86,7 +86,7 @@ void Communicator::settle_between_nodes(const dpt_request& request, const WaitCo
       settle(collective, bucket);
     }
   }
-  // What fewer programs call has what is left of the time.
+  // Operations that fewer programs call get what is left of the time.
   for (int bucket = 0; bucket < kNumBuckets; ++bucket) settle(DPT_ALL_TO_ALL, bucket);
 }
 

@@ -19,7 +19,7 @@ Segment* Communicator::watched_segment() const {
 }
 
 [[gnu::hot]] bool Communicator::begin_known(const dpt_request& request, dpt_known* begun) {
-  // What is to be said, or waited for, first takes the long way.
+  // Anything that is to be said, or waited for, first takes the long way.
   if (has_failed_.load(std::memory_order_acquire) || Fabric::forked()) return false;
   if (may_delegate_.load(std::memory_order_acquire) > 0) return false;
   const std::lock_guard order(submit_mutex_);
@@ -43,7 +43,7 @@ dpt_status Communicator::fail_known(const dpt_request& request,
   return status;
 }
 
-// Where operations that are settled to be the delegate's, and flat, are counted; nullptr: others.
+// The row that counts operations that are settled to be the delegate's, and flat; nullptr: others.
 StatisticsRow* Communicator::row_of_delegated(const dpt_request& request) {
   const KnownDelegated::Known* const known = known_delegated_.find(request);
   if (known != nullptr) return known->by_nodes ? nullptr : known->row;

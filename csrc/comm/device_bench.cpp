@@ -100,7 +100,7 @@ class Trial {
     int timed;
     bool one_before;  // not timed: it lets all ranks begin together
   };
-  // Of the timed calls, each on average, on the slowest rank; nothing when it failed on any.
+  // The average time of a timed call, on the slowest rank; nothing when it failed on any.
   std::optional<double> run(const Candidate& candidate,
                             const Calls& calls,
                             Clock::time_point start,
@@ -174,7 +174,7 @@ class Trial {
   const dpt_delegate* delegate_;
 };
 
-// What a rank can offer to trials.
+// A rank can offer this to trials.
 struct Offer {
   bool ready;
   uint64_t room;  // bytes
@@ -254,7 +254,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
          .divisible =
              options_.divides && can_be_divided(collective, kType, trial.request.reduce_op),
          .copies = group_->copies()});
-    // What all ranks of this group found together, so they leave out the same.
+    // All ranks of this group found this together, so they leave out the same.
     const auto smaller = measured_.find({collective, bucket - 1});
     if (smaller != measured_.end()) racers = without_slow_variants(racers, smaller->second);
   } else if (has_stages) {
@@ -264,14 +264,14 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     return {bucket, {}, 0};
   }
   if (has_delegate) racers.push_back(stock);
-  // Whatever goes in stages is long enough for one call to tell how many make a round.
+  // An operation in stages is long enough for one call to tell how many make a round.
   const bool is_long = group_ == nullptr || bytes >= kLongTrial;
   std::vector<Trial::Calls> calls(racers.size(), {is_long ? 1 : kFirstCalls, true});
   const Turn turn = [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
     if (time_us) {
       const double wanted = std::ceil(kRoundUs / std::max(*time_us, 1.0));
-      // Of a long call it hardly matters how far apart the ranks begin.
+      // For a long call it hardly matters how far apart the ranks begin.
       calls[i] = {std::clamp(static_cast<int>(wanted), 1, kMostCalls), *time_us < 2 * kRoundUs};
     }
     return time_us;

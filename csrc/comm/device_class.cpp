@@ -24,7 +24,7 @@ struct Shared {
   bool no_peer_access;  // as this process was told
 };
 
-// What this process sees of the links to all others; containers may hide their GPUs.
+// The links to all others, as this process sees them; containers may hide their GPUs.
 enum class Path : int { kNvlink, kPcie, kUnknown };
 
 const Gpu* find_gpu(const std::vector<Gpu>& gpus, const char* uuid) {
@@ -98,7 +98,7 @@ int8_t link_to(int device, const Shared& mine, const Shared& other, int num_rank
     default:
       break;
   }
-  // Of two ranks there is but one link, alike in any case, and asking takes a while.
+  // Two ranks have but one link, alike in any case, and asking takes a while.
   const int nvlinks = num_ranks == 2 ? 1 : nvlinks_by_nvml(mine.uuid, other.uuid).value_or(0);
   return static_cast<int8_t>(nvlinks == 0 ? kNvlinksUncounted
                                           : std::min(nvlinks, LinkMatrix::kMost));
@@ -121,7 +121,7 @@ LinksSeen links_seen(int device,
   return seen;
 }
 
-// Of the NUMA node that the GPU belongs to.
+// The CPUs of the NUMA node that the GPU belongs to.
 std::vector<int> cpus_near(const char* uuid) {
   static const Topology topology = discover();
   const Gpu* const gpu = find_gpu(topology.gpus, uuid);
@@ -178,7 +178,7 @@ DeviceClass describe_devices(const RunContext& context,
   }
   std::string text;
   for (const std::string& model : models) text += model + ", ";
-  // What one rank doesn't see another may, and one slow pair makes a slow group.
+  // Another rank may see what one doesn't, and one slow pair makes a slow group.
   Path path = Path::kNvlink;
   for (const Path seen : exchange(context, worst_path(device, mine, all))) {
     path = std::max(path, seen);

@@ -1,4 +1,4 @@
-// What the GPUs of a group are, as far as times depend on it.
+// Describes the GPUs of a group, as far as times depend on them.
 #pragma once
 
 #include <string_view>
@@ -31,7 +31,7 @@ DeviceClass describe_devices(const RunContext& context,
                              const std::vector<int64_t>& global_ranks,
                              bool spans_nodes);
 
-// What times of the delegate in stages between such nodes go by, which are of nothing else: "NVIDIA
+// The key for times of the delegate in stages between such nodes, and of nothing else: "NVIDIA
 // H200, 132 SMs, over NVLink, in stages of NCCL". Lasts as long as the process.
 std::string_view text_in_stages(const DeviceClass& devices);
 

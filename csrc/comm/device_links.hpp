@@ -29,8 +29,8 @@ struct LinksSeen {
 // NVLinks are all alike. So are ranks that share a GPU to the best linked of the others.
 LinkMatrix links_between(const std::vector<LinksSeen>& ranks);
 
-// What DEEPYTORCH_EMULATE_LINKS says of the link between two global ranks; nothing where that is
-// empty. Throws Error(DPT_ERR_INVALID) where it is malformed or has no such ranks.
+// The link between two global ranks that DEEPYTORCH_EMULATE_LINKS gives; nothing if that is empty.
+// Throws Error(DPT_ERR_INVALID) if it is malformed or has no such ranks.
 std::optional<int8_t> emulated_link(const std::string& text, int64_t from, int64_t to);
 
 cuda::Wiring wiring_of(const LinkMatrix& links);

@@ -32,7 +32,7 @@ constexpr size_t kEntriesAt =
 constexpr size_t kBytes =
     round_up(kEntriesAt + FlightRecord::kEntries * sizeof(FlightRecord::Entry), kPage);
 
-// Of the one record; apart, because a forked child can't ask for what another thread was making.
+// The record's file; apart, because a forked child can't ask for what another thread was making.
 std::atomic<int> the_fd{-1};
 
 int64_t now_ns(clockid_t clock) {

@@ -1,5 +1,5 @@
-// What this process did last in each of its groups, in memory that another process can read while
-// this one is stuck or stopped.
+// Records what this process did last in each of its groups, in memory that another process can read
+// while this one is stuck or stopped.
 //
 // One memfd per process, named "deepytorch-flight": whoever may look into /proc/<pid>/fd finds and
 // reads it (deepytorch_core/hang/record.py, which knows this layout by heart: change both, and the
@@ -36,15 +36,15 @@ class FlightRecord {
   static constexpr size_t kListedRanks = 120;
 
   enum State : uint8_t { kEntered = 1, kEnded = 2, kFailed = 3, kIssued = 4 };
-  // Who carries it out; not known before the ranks have met.
+  // Names who carries it out; not known before the ranks have met.
   enum How : uint8_t { kUndecided = 0, kNative = 1, kDelegated = 2 };
 
   static FlightRecord& instance();
   // In a forked child: the record is its parent's.
   static void close_after_fork();
 
-  // Who this process is. `job` is the same text on all ranks; `signal` makes it write its Python
-  // stacks (0: none).
+  // Identifies this process. `job` is the same text on all ranks; `signal` makes it write its
+  // Python stacks (0: none).
   struct Identity {
     std::string job;
     int64_t global_rank;
@@ -58,7 +58,7 @@ class FlightRecord {
   // A group's id; -1 when the table is full, and then its operations are not recorded.
   int open_group(const std::string& name, const std::vector<int64_t>& global_ranks);
   void close_group(int group);
-  // What people call the group of this name.
+  // Records what people call the group of this name.
   void describe_group(const std::string& name, const std::string& description);
 
   // A call of this process. Returns the operation's number, for what follows; 0: not recorded.
@@ -83,7 +83,7 @@ class FlightRecord {
   // Operations that begin meanwhile are not recorded: to measure what recording costs.
   void pause(bool paused) { paused_ = paused; }
 
-  // Of the memfd; -1: the system gave none, and nothing is recorded.
+  // The memfd; -1: the system gave none, and nothing is recorded.
   int fd() const { return fd_; }
 
   struct Header {

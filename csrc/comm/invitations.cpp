@@ -21,8 +21,8 @@
 namespace dpt {
 namespace {
 
-// Of a process that can't listen. Nobody can invite it: its peers' messages wait for its own first
-// operation.
+// The address of a process that can't listen. Nobody can invite it: its peers' messages wait for
+// its own first operation.
 const std::string kNoAddress = "-";
 
 constexpr socklen_t kNameOffset = offsetof(sockaddr_un, sun_path) + 1;

@@ -32,7 +32,7 @@ class KnownDelegated {
     StatisticsRow* row;  // where it is counted
   };
 
-  // Of operations like `request`; nullptr: unknown.
+  // Finds operations like `request`; nullptr: unknown.
   const Known* find(const dpt_request& request) const {
     for (const Known& known : sets_[set_of(request)]) {
       const bool is_like = known.count != 0 && known.count == request.count &&

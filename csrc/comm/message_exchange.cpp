@@ -305,7 +305,7 @@ void MessageExchange::answer(Peer& peer, Answer answer) {
 bool MessageExchange::answer_on(Peer& peer) {
   bool moved = false;
   for (; !peer.answers.empty(); moved = true) {
-    // Who has left reads no more.
+    // A rank that has left reads no more.
     if (!peer.in.reply(peer.answers.front().reply) && !segment_.has_left(peer.rank)) break;
     segment_.ring(peer.rank);
     const Answer given = std::move(peer.answers.front());
@@ -362,9 +362,9 @@ void MessageExchange::end_those_waiting_for_who_left() {
     if (peer.rank != segment_.rank()) others_left &= left[peer.rank];
   }
   if (std::find(left.begin(), left.end(), true) == left.end()) return;
-  // Who gave up first and left then is not the reason.
+  // A rank that gave up first and left then is not the reason.
   if (segment_.aborted()) return;
-  // What they sent before they left still counts; they did not leave before it was in the mailbox.
+  // All they sent before they left still counts; they did not leave before it was in the mailbox.
   progress();
   std::vector<PostPtr> lost;
   for (const auto& [number, post] : unfinished_) {

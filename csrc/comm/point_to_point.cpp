@@ -90,7 +90,7 @@ dpt_outcome PointToPoint::submit(const dpt_request& request,
     }
   }
   if (!post->error) return DPT_COMPLETED;
-  // Whoever starts an operation hears of its failure where it waits for it.
+  // The starter of an operation hears of its failure where it waits for it.
   done(done_context, post->error->status(), post->error->what());
   return DPT_STARTED;
 }

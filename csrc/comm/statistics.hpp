@@ -1,4 +1,4 @@
-// What a group did: calls, bytes and time per collective, algorithm and reason.
+// Counts a group's work: calls, bytes and time per collective, algorithm and reason.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct StatisticsRow {
   double time_us = 0;  // native operations only: from start to end on this rank
 };
 
-// What a group that spans nodes is, and how it last carried out each collective.
+// Describes a group that spans nodes, and how it last carried out each collective.
 struct NodeGroup {
   std::string group;
   NodeLayout layout;
@@ -69,7 +69,7 @@ struct GroupArrivals {
   std::string group;
   Arrivals::Sums sums;
 };
-// Of all groups this process ever made, oldest first.
+// The arrivals of all groups this process ever made, oldest first.
 std::vector<GroupArrivals> all_arrivals();
 
 // Those that span nodes, oldest first.

@@ -1,5 +1,5 @@
-// What kernels are started with, and the entry points that start them. The one header of this
-// folder that host code and kernels share beside layout.hpp.
+// Arguments that kernels are started with, and the entry points that start them. The one header of
+// this folder that host code and kernels share beside layout.hpp.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct Cut {
   uint32_t chunk;  // bytes, whole vectors
   uint32_t rounds;
 
-  // Of the chunk that begins there.
+  // The size of the chunk that begins there.
   DPT_HOST_DEVICE uint32_t bytes_at(uint64_t offset) const {
     if (offset >= bytes) return 0;
     return bytes - offset < chunk ? static_cast<uint32_t>(bytes - offset) : chunk;
@@ -75,7 +75,7 @@ struct ExchangeArguments {
   uint64_t receive_bytes[kMaxRanks];
 };
 
-// What goes round the ring: of `num_origins` ranks, all or one, a part of `bytes` each for
+// Parts that go round the ring: `num_origins` ranks, all or one, give a part of `bytes` each for
 // everyone.
 struct RingArguments {
   const char* input;  // this rank's, where it is an origin
@@ -115,7 +115,7 @@ void packet_reduce_scatter(const Launch& launch,
                            const ReduceArguments& arguments,
                            DataType dtype,
                            ReduceOp op);
-// Of equal parts.
+// Takes equal parts.
 void packet_exchange(const Launch& launch, const ExchangeArguments& arguments);
 void push_reduce_scatter(const Launch& launch,
                          const ReduceArguments& arguments,

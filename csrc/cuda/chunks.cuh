@@ -1,5 +1,5 @@
-// What workers do with a chunk: copy it, or reduce it with those of the other ranks. Several loads
-// of each thread are under way at a time, since a GPU's memory answers late.
+// Workers use this on a chunk: they copy it, or reduce it with those of the other ranks. Several
+// loads of each thread are under way at a time, since a GPU's memory answers late.
 #pragma once
 
 #include "cuda/arguments.hpp"
@@ -150,7 +150,7 @@ DPT_DEVICE void push_scaled_chunk(
   }
 }
 
-// Where a chunk goes at every peer, by the steps to its rank.
+// The places of a chunk at every peer, by the steps to its rank.
 template <int kRanks>
 class Places {
  public:
@@ -162,7 +162,7 @@ class Places {
       if (step < group.layout.size) places_[step] = sender.place(peer(step), round, at);
     }
   }
-  // Of a chunk's vectors the one of number i; `left` bytes of the chunk follow.
+  // Stores the chunk's vector of number i; `left` bytes of the chunk follow.
   DPT_DEVICE void store(uint32_t i, const Vector& value, uint64_t left = Vector::kBytes) const {
 #pragma unroll
     for (int step = 1; step < kRanks; ++step) {
@@ -203,7 +203,7 @@ DPT_DEVICE void push_chunk_to_all(const Squad& squad,
   }
 }
 
-// What one reduction of a chunk reads and writes of this rank's own.
+// This rank's own data that one reduction of a chunk reads and writes.
 struct OwnChunk {
   const char* input;
   char* output;
@@ -248,7 +248,7 @@ DPT_DEVICE void reduce_chunk(
         reinterpret_cast<Vector*>(own.output)[i] = result;
       });
 
-  // What is not aligned, is scaled or ends within a vector.
+  // The rest is not aligned, is scaled or ends within a vector.
   for (uint32_t i = plain + squad.thread; i < num_vectors(own.bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     VectorReducer reducer;

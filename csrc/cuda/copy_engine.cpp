@@ -37,7 +37,7 @@ class OrderedStream {
     words_.clear();
     check(result, "cuStreamBatchMemOp");
   }
-  // Behind the words so far.
+  // The stream behind the words so far.
   cudaStream_t get() {
     flush();
     return stream_;

@@ -47,7 +47,7 @@ Layout layout_for(const DeviceGroup::Setup& setup) {
   return Layout::of(size, 0);
 }
 
-// Behind a block come the slots from which peers' copy engines fetch, where there is room for them.
+// Slots from which peers' copy engines fetch come behind a block, if there is room for them.
 constexpr size_t kCopySlot = 4 << 20;
 constexpr size_t kCopySlots = staged::Group::kDepth * kCopySlot;
 
@@ -330,7 +330,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
   cuda::GroupView group_{};
 };
 
-// What a rank tells the others before memory is exchanged.
+// A rank tells the others this before memory is exchanged.
 struct Hello {
   std::string address;  // of its socket; empty when it can't take part
   uint32_t slot_bytes = 0;

@@ -45,7 +45,7 @@ class DeviceGroup {
     const WaitContext& wait;
     bool peer_access = true;  // false: memory of peers is not to be mapped
     Workers workers = {};
-    // Of a group that spans nodes, which is staged through the hosts' memory.
+    // For a group that spans nodes, which is staged through the hosts' memory.
     NodeLayout layout = {};
     std::shared_ptr<staged::Between> between = nullptr;
     // Whether peers may write to this rank's outputs. Not where the program goes on after a
@@ -79,9 +79,9 @@ class DeviceGroup {
 
   virtual const cuda::Layout& layout() const = 0;
   virtual cuda::Wiring wiring() const { return cuda::Wiring::kAlike; }
-  // Where there is no peer access: then the layout has no channels.
+  // For a group without peer access: then the layout has no channels.
   virtual cuda::Staging staging() const { return {}; }
-  // What copy engines do of a group that has kernels, if they can: see cuda::kCopyEngine.
+  // The part of copy engines in a group that has kernels, if they can: see cuda::kCopyEngine.
   virtual cuda::Staging copies() const { return {}; }
   virtual size_t memory_bytes() const { return layout().block_bytes(); }
   // Starts `request` on `stream`, where its buffers are ready, and returns. `hooks`, of what goes
@@ -98,7 +98,7 @@ class DeviceGroup {
     int peer;           // rank in the group that it waited for
     uint32_t sequence;  // of the operation, among the group's native ones on the device
   };
-  // What a kernel left behind when it gave up.
+  // The failure that a kernel recorded when it gave up.
   virtual std::optional<Failure> failure() const = 0;
   // Kernels under way give up, later ones do nothing.
   virtual void abort() = 0;

@@ -15,8 +15,8 @@ class DeviceMemory {
   DeviceMemory() = default;
   // Zeroed memory on `device`, `bytes` rounded up. Throws Error(DPT_ERR_SYSTEM), as all here.
   static DeviceMemory allocate(int device, size_t bytes);
-  // What another process exported, for the kernels of `device`. The descriptor is not needed
-  // afterwards.
+  // Takes memory that another process exported, for the kernels of `device`. The descriptor is not
+  // needed afterwards.
   static DeviceMemory import(int device, const UniqueFd& file, size_t bytes);
 
   // How often this process did that.

@@ -14,7 +14,7 @@ namespace {
 
 CUdeviceptr pointer_to(char* address) { return reinterpret_cast<CUdeviceptr>(address); }
 
-// What happens here has nothing to do with graphs that the program captures.
+// The calls here have nothing to do with graphs that the program captures.
 class CudaChunkMemory final : public ChunkMemory {
  public:
   char* reserve(size_t bytes) override {

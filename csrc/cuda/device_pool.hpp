@@ -22,7 +22,7 @@ namespace dpt::cuda {
 
 class DevicePool {
  public:
-  // Of the device as this process numbers them. Throws Error(DPT_ERR_SYSTEM) where there is none.
+  // The device is numbered as in this process. Throws Error(DPT_ERR_SYSTEM) if there is none.
   static DevicePool& of(int device);
 
   // One chunk; nullptr: the device has no more. Throws Error(DPT_ERR_SYSTEM) where such memory
@@ -34,7 +34,7 @@ class DevicePool {
   // Whether all of it lies in chunks that every process of every group has mapped. Makes no system
   // call.
   bool is_shared(const void* address, size_t bytes) const;
-  // Where the range of addresses begins that all chunks lie in; nullptr before the first need.
+  // The start of the range of addresses that all chunks lie in; nullptr before the first need.
   char* base() const;
   size_t chunk_bytes() const;
   size_t shared_bytes() const;

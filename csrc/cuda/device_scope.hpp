@@ -1,4 +1,4 @@
-// What a thread's calls of CUDA are about for a while: a device, and no captured graph.
+// Sets what a thread's calls of CUDA are about for a while: a device, and no captured graph.
 #pragma once
 
 #include <cuda.h>

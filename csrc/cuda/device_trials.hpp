@@ -1,8 +1,8 @@
-// What timing operations on a device takes: scratch memory, a clock that counts on the device, and
-// a gate behind which calls queue up.
+// Tools that time operations on a device: scratch memory, a clock that counts on the device, and a
+// gate behind which calls queue up.
 //
-// One object serves one measurement, on one stream, in one thread. What it allocates it frees in
-// the order of the stream: nothing here waits for the device.
+// One object serves one measurement, on one stream, in one thread. It frees in the order of the
+// stream what it allocates: nothing here waits for the device.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace dpt {
 
 namespace cuda {
 
-// What the speed of a device depends on, and which of all it is.
+// The properties that a device's speed depends on, and which device of all it is.
 struct DeviceModel {
   std::string name;  // "NVIDIA H200"
   int num_sms;
@@ -46,7 +46,7 @@ class DeviceTrials {
   // Zeros, valid until this object goes; nullptr when there is no such memory. At most once.
   virtual char* allocate(size_t bytes) = 0;
 
-  // What comes on the stream from here on waits for `open_gate`, at most two seconds.
+  // Work put on the stream from here on waits for `open_gate`, at most two seconds.
   virtual void close_gate() = 0;
   virtual void open_gate() = 0;
   virtual void start_clock() = 0;

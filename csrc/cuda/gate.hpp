@@ -8,8 +8,8 @@
 
 namespace dpt::cuda {
 
-// Behind it the stream waits until `*word`, host memory that the device reads, is `ticket`; at most
-// for `timeout_ns`.
+// Makes the stream wait until `*word`, host memory that the device reads, is `ticket`; at most for
+// `timeout_ns`.
 void start_gate(Stream stream, const uint32_t* word, uint32_t ticket, uint64_t timeout_ns);
 
 }  // namespace dpt::cuda

@@ -1,4 +1,4 @@
-// What all kernels have in common on the host's side.
+// Host code that all kernels have in common.
 #include "cuda/start.cuh"
 
 namespace dpt::cuda {

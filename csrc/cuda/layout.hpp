@@ -1,4 +1,4 @@
-// What the GPUs of a group share, as kernels and host code see it.
+// The memory that the GPUs of a group share, as kernels and host code see it.
 //
 // Each rank owns one block of device memory that its peers map too. A block holds, in this order:
 //   control   flags that the peers set
@@ -59,7 +59,7 @@ struct Control {
   uint64_t landing[kMaxChannels][kNumLanes][kMaxRanks];
   // By the rank that sends, for each of this rank's queues: the first chunk that went there.
   uint32_t landed_from[kMaxChannels][kNumLanes][kMaxRanks];
-  // What each rank last entered: a description of the operation above its number. Twice, since a
+  // The operation that each rank last entered: its description above its number. Twice, since a
   // peer may be one operation ahead.
   uint64_t entered[2][kMaxRanks];
 };
@@ -146,7 +146,7 @@ struct GroupView {
   HostStatus* status;
 };
 
-// What one launch adds to it.
+// A launch adds this to the GroupView.
 struct CallView {
   uint64_t timeout_ns;
   uint32_t description;  // equal on ranks that are in the same operation

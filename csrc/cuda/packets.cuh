@@ -23,8 +23,8 @@ DPT_DEVICE uint32_t vector_of_share(int k) {
   return lane() == kLanes - 1 ? kVectorsPerPacket - 1 : lane() + k * (kLanes - 1);
 }
 
-// Which packets of a part are this thread's: every part is dealt out to the channels alike, and in
-// them to warps, which take as many packets at a time as they have crews of eight.
+// Picks this thread's packets of a part. Every part is dealt out to the channels alike, and in them
+// to warps. These take as many packets at a time as they have crews of eight.
 //
 // NOTE [Warps together] A warp goes through all of this in one piece: crews whose packet lies
 // behind the part's end send and receive an empty one. Were a line's eight threads ever apart, its

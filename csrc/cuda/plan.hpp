@@ -1,4 +1,4 @@
-// What the tuner decides for one operation on the device; identical on every rank of the group.
+// The tuner's plan for one operation on the device; identical on every rank of the group.
 #pragma once
 
 #include <cstddef>

@@ -14,7 +14,7 @@
 
 namespace dpt::cuda {
 
-// What all threads of a team know of its queues, in shared memory. A clerk is rounds ahead of its
+// All threads of a team know this of its queues, in shared memory. A clerk is rounds ahead of its
 // workers: it may say from which later round on chunks land while they ask it of theirs.
 struct ReceiverEnd {
   uint32_t first_chunk[kMaxRanks];  // of the kernel
@@ -76,7 +76,7 @@ DPT_DEVICE uint4* slot_at(
   return reinterpret_cast<uint4*>(group.blocks[owner] + layout.slots_offset() + at);
 }
 
-// Of the queues in `active`, as bits.
+// Sends through the queues in `active`, given as bits.
 template <typename Links = PeerLinks>
 class Sender {
  public:
@@ -107,7 +107,7 @@ class Sender {
   DPT_DEVICE bool lands(int queue, uint32_t round) const {
     return load_shared(&end_.lands_from[queue]) <= round;
   }
-  // Where the chunk goes that begins at byte `at` of the receiver's output.
+  // The place for the chunk that begins at byte `at` of the receiver's output.
   DPT_DEVICE uint4* place(int queue, uint32_t round, uint64_t at) const {
     if (lands(queue, round)) return reinterpret_cast<uint4*>(end_.outputs[queue] + at);
     return slot(queue, round);
@@ -141,7 +141,7 @@ class Sender {
   }
   DPT_DEVICE void land_from(uint32_t round) const {
     const int receiver = links_.receiver_of(group_, kept_);
-    // What the receiver wrote before it comes before what is written there now.
+    // The receiver's writes before it come before what is written there now.
     const uint64_t offset = Landing::offset_of(load_acquire(&landing()));
     end_.outputs[kept_] = group_.pools[receiver] + offset;
     store_shared(&end_.lands_from[kept_], round);
@@ -173,8 +173,8 @@ class Receiver {
     store_shared(&end_.lands_from[kept_], kNeverLands);
   }
 
-  // Where the queue that this thread keeps may put its chunks, of which there is one at least: in
-  // `output`, if `call` allows that.
+  // Tells the sender where the queue that this thread keeps may put its chunks, of which there is
+  // one at least: in `output`, if `call` allows that.
   DPT_DEVICE void announce(const CallView& call, const char* output) const {
     const int rank = group_.rank;
     if (!has_peer(call.landings, kept_)) return;
@@ -209,7 +209,7 @@ class Receiver {
     if (!has_peer(active, kept_)) return;
     Control& control = control_of(group_, links_.sender_of(group_, kept_));
     const int number = links_.number_there(group_, kept_);
-    // What was read is in registers by now; there is nothing that a fence would have to wait for.
+    // The data read is in registers by now; there is nothing that a fence would have to wait for.
     store_relaxed(&control.taken[channel_index()][lane_][number], mine_ + round + 1);
   }
   DPT_DEVICE int kept() const { return kept_; }
@@ -233,7 +233,7 @@ class Receiver {
   uint32_t mine_ = 0;
 };
 
-// What the teams of a kernel share.
+// The teams of a kernel share this.
 template <int kTeams>
 struct PipelineState {
   QueueEnds ends;

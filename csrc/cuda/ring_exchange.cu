@@ -57,7 +57,7 @@ DPT_KERNEL ring_exchange_kernel(DPT_PARAMETER GroupView group,
             hop.from = hop.output;
             hop.output = nullptr;
           }
-          // Where it has landed with its last rank there is nothing left to do.
+          // If it has landed with its last rank, there is nothing left to do.
           if (hop.next != nullptr || hop.output != nullptr) relay_chunk<false>(team.workers(), hop);
         },
         Clerk{[&](uint32_t round) {

@@ -20,7 +20,7 @@ struct Squad {
   int num_threads;
 };
 
-// What a clerk does. Each of its threads calls all of these.
+// The tasks of a clerk. Each of its threads calls all of these.
 template <typename MayBegin, typename Finish, typename Close>
 struct Clerk {
   MayBegin may_begin;  // (round): whether this thread's peer is ready for it
@@ -30,7 +30,7 @@ struct Clerk {
 
 class Team {
  public:
-  // Of `warps` warps from number `first` on, at least two.
+  // Takes `warps` warps from number `first` on, at least two.
   DPT_DEVICE Team(
       const GroupView& group, const CallView& call, int first, int warps, Progress& progress)
       : group_(group),

@@ -47,7 +47,7 @@ DPT_DEVICE uint32_t count_bits(uint32_t bits) {
   return count;
 }
 
-// Which steps of a round concern a queue, as bits. There may be several, since trees share links.
+// Steps of a round that concern a queue, as bits. There may be several, since trees share links.
 struct QueueSteps {
   uint32_t positions;
   DPT_DEVICE uint32_t each_round() const { return count_bits(positions); }
@@ -61,7 +61,7 @@ struct QueueSteps {
   }
 };
 
-// Of the trees, what concerns this rank.
+// The part of the trees that concerns this rank.
 class TreeLinks {
  public:
   DPT_DEVICE TreeLinks(const GroupView& group, const Trees& trees, const Steps& steps)
@@ -95,7 +95,7 @@ class TreeLinks {
   const Steps& steps_;
 };
 
-// What the channel's threads share. The queue with peer p: chunks up to it as a parent and down
+// The channel's threads share this. The queue with peer p: chunks up to it as a parent and down
 // from it, and the other way round.
 struct TreeState {
   PipelineState<2> pipeline;
@@ -157,7 +157,7 @@ DPT_DEVICE void sum_upwards(const Squad& squad,
       plain,
       [&](uint32_t i, OneOfEach& each) { load_slots(i, to_vector(vectors[i]), each); },
       [&](uint32_t i, const OneOfEach& each) { to[i] = to_uint4(sum(each)); });
-  // What is not aligned, is scaled or ends within a vector.
+  // The rest is not aligned, is scaled or ends within a vector.
   for (uint32_t i = plain + squad.thread; i < num_vectors(own.bytes); i += squad.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     const Vector input = load_user<Vector>(own.input + at, own.bytes - at);
@@ -167,7 +167,7 @@ DPT_DEVICE void sum_upwards(const Squad& squad,
   }
 }
 
-// Where a chunk goes on its way down.
+// The places of a chunk on its way down.
 template <int kRanks>
 struct DownChunk {
   const uint4* from;  // a slot in whole vectors, or this rank's output

@@ -29,7 +29,7 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
   const Scale scale{arguments.input_factor, arguments.result_factor};
   using VectorReducer = Reducer<T, Sum, Vector>;
 
-  // Where the chunk that `owner` reduces begins.
+  // The start of the chunk that `owner` reduces.
   const auto offset = [&](uint32_t round, int owner) {
     const uint64_t tile = static_cast<uint64_t>(round) * num_channels() + channel_index();
     return (tile * size + owner) * cut.chunk;

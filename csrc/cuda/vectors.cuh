@@ -96,7 +96,7 @@ DPT_DEVICE void store_user(char* to, const V& vector, uint64_t valid) {
   }
 }
 
-// What sums of T are kept in.
+// Sums of T are kept in this type.
 template <typename T>
 struct AccumulatorOf {
   using type = T;

@@ -116,7 +116,7 @@ class Attendance {
     while (load_relaxed(&group_.status->released) == 0 && clock_ns() - start < kMostNs) {
     }
   }
-  // Of channel 0, thread p for neighbour p.
+  // Only channel 0 attends, thread p for neighbour p.
   DPT_DEVICE bool attends() const {
     return channel_index() == 0 && thread_index() < kMaxRanks &&
            (group_.neighbours >> thread_index() & 1) != 0;

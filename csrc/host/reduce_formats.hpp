@@ -158,7 +158,7 @@ struct Float16 : HalfWidth<kVectorBytes> {
   }
 };
 
-// Where the processor converts: the first half of the block and the second.
+// Processors that convert take these: the first half of the block and the second.
 #if defined(__F16C__) && defined(__AVX2__)
 template <>
 struct Float16<32> : HalfWidth<32> {

@@ -1,4 +1,4 @@
-// What reduce.cpp knows of each instruction set's file: how to look up its kernels.
+// All that reduce.cpp knows of each instruction set's file: how to look up its kernels.
 #pragma once
 
 #include "host/reduce.hpp"

@@ -17,7 +17,7 @@
 
 namespace dpt::staged {
 
-// What all ranks of a group agree on.
+// All ranks of a group agree on this.
 struct Shape {
   int ranks = 0;          // of this node
   size_t slot_bytes = 0;  // whole pages
@@ -55,7 +55,7 @@ class Board {
   Word& taken(int rank, size_t slot) const { return of_slot(rank, slot).taken.word; }
   // The number of its operations, from 1, that passed the gate.
   Word& finished(int rank) const { return of_rank(rank)->finished.word; }
-  // What operation begins with the chunk in this slot, and the factor of its input.
+  // The operation that begins with the chunk in this slot, and the factor of its input.
   Word& description(int rank, size_t slot) const { return of_slot(rank, slot).description; }
   Word& factor_low(int rank, size_t slot) const { return of_slot(rank, slot).factor_low; }
   Word& factor_high(int rank, size_t slot) const { return of_slot(rank, slot).factor_high; }
@@ -68,7 +68,7 @@ class Board {
   Word& checked(int rank) const { return of_rank(rank)->checked.word; }
   Word& gate(int rank) const { return of_rank(rank)->gate.word; }
 
-  // What the node's ranks give for this chunk is reduced; between nodes alone.
+  // The input of the node's ranks for this chunk is reduced; between nodes alone.
   Word& reduced(size_t slot) const { return head()->reduced[slot].word; }
   // Workers that are done with the chunk in this slot.
   Word& counted(size_t slot) const { return head()->counted[slot].word; }

@@ -1,5 +1,5 @@
-// What a device does for a group that is staged through the host's memory: copies up and down, on a
-// lane each, waiting for and writing words of that memory in the order of the lane, and adding up.
+// A device's part in a group that is staged through the host's memory: it copies up and down, on a
+// lane each, waits for and writes words of that memory in the order of the lane, and adds up.
 //
 // Everything is enqueued and nothing here waits for the device. So once a call returned, all that
 // the operation still needs of this process are the workers' threads (workers.hpp), which never
@@ -44,8 +44,8 @@ struct Rows {
   size_t device_pitch;
 };
 
-// What all ranks give for one output: this rank's where the caller has it, the others' in rank
-// order in a lane's buffer.
+// All ranks' input for one output: this rank's where the caller has it, the others' in rank order
+// in a lane's buffer.
 struct Pieces {
   DataType dtype;
   ReduceOp op;
@@ -93,7 +93,7 @@ class CopyEngine {
   virtual void wait(Lane lane, const Word& word, uint32_t value) = 0;
   // The lane waits until the word has one of these bits.
   virtual void wait_for_bits(Lane lane, const Word& word, uint32_t bits) = 0;
-  // What was written before is seen by who sees this.
+  // A reader of this also sees what was written before.
   virtual void write(Lane lane, Word& word, uint32_t value) = 0;
 
   // Words may be kept back until the lane copies, meets, or this is called.

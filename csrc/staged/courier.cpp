@@ -135,7 +135,7 @@ uint64_t Courier::chunk(uint64_t n) const {
   return (first_ + ranks - 1 - local) / ranks * ranks + local - first_ + n * ranks;
 }
 
-// What this rank is to carry is in its slot.
+// This rank's load is in its slot.
 bool Courier::is_there(uint64_t chunk) const {
   const uint64_t number = number_of(chunk);
   const size_t place = number % board_.shape().depth;

@@ -1,5 +1,5 @@
-// What a rank carries between its node and the others, from the slots of a staged group and back
-// into them: host memory that devices fill and empty goes to the network as it is.
+// Carries a rank's blocks between its node and the others, from the slots of a staged group and
+// back into them: host memory that devices fill and empty goes to the network as it is.
 //
 // All that a chunk has in a slot is one block for each node, in the order of nodes:
 //   all_reduce      shares of the result; nodes collect theirs, then spread them
@@ -53,7 +53,7 @@ class Courier {
   int other() const { return other_; }
   // A partner that something is to come from; -1: nothing is.
   int awaited() const;
-  // What `advance` threw.
+  // Tells the group of an error that `advance` threw.
   void tell_trouble(const Error& error) const;
   // Gives up what is under way. Nothing more can be carried.
   void cancel();

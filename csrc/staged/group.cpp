@@ -16,7 +16,7 @@
 namespace dpt::staged {
 namespace {
 
-// What one group's slots are when there is room; the second is the least that pays.
+// One group's slots have the first size when there is room; the second is the least that pays.
 constexpr size_t kLargestSlot = 2 << 20;
 constexpr size_t kSmallestSlot = 256 << 10;
 // How long a group that goes away waits for its operations, and then for the device.
@@ -51,7 +51,7 @@ Shape shape_for(const Group::Setup& setup) {
   return shape;
 }
 
-// What a rank tells the others before memory is shared.
+// A rank tells the others this before memory is shared.
 struct Hello {
   std::string address;  // the socket of a node's first rank; "-" for the others
   size_t slot_bytes = 0;
@@ -89,7 +89,7 @@ void agree(const Group::Setup& setup, const std::string& trouble) {
   }
 }
 
-// What `step` throws, as a text; empty: nothing.
+// The text of what `step` throws; empty: nothing.
 template <typename Step>
 std::string trouble_in(const Step& step) {
   try {
@@ -151,8 +151,8 @@ void try_words(CopyEngine& engine, Word& word) {
   if (!works) throw Error(DPT_ERR_SYSTEM, "stream memory operations don't work on this GPU");
 }
 
-// Of this process, as long as one of its groups needs them; groups of devices that reach each other
-// need fewer.
+// The workers of this process, as long as one of its groups needs them; groups of devices that
+// reach each other need fewer.
 std::shared_ptr<Workers> workers_of_process(const Group::Setup& setup) {
   static std::mutex mutex;
   static auto* const pools = new std::weak_ptr<Workers>[2];

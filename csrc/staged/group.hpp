@@ -32,13 +32,13 @@ class Group {
     std::function<std::vector<std::string>(const std::string&)> all_gather;
     const WaitContext& wait;
     std::function<std::unique_ptr<CopyEngine>()> make_engine;  // may throw Error(DPT_ERR_SYSTEM)
-    // Where this process has every rank's slots, kDepth of `slot_bytes` each, on devices; empty: in
-    // the host's memory.
+    // Every rank's slots as this process sees them, kDepth of `slot_bytes` each, on devices; empty:
+    // in the host's memory.
     std::vector<char*> slots = {};
     size_t slot_bytes = 0;
     // The way to other nodes, of as many ranks each; nullptr: there are none.
     std::shared_ptr<Between> between = nullptr;
-    // Of this rank's own, for tests; nullptr: those of the process.
+    // This rank's own workers, for tests; nullptr: those of the process.
     std::shared_ptr<Workers> workers = nullptr;
   };
   static constexpr size_t kMostWords = 240;

@@ -57,7 +57,7 @@ struct Job {
   };
   // Empty, or why a staged group can't serve such a request.
   static std::string why_not(const Wish& wish);
-  // What the operation takes, one behind the other. At least one.
+  // Jobs that the operation takes, one behind the other. At least one.
   static std::vector<Job> of(const dpt_request& request,
                              const Cut& cut,
                              const Membership& ranks,
@@ -90,14 +90,14 @@ struct Job {
     const size_t rest = piece_bytes - offset(chunk);
     return rest < chunk_bytes ? rest : chunk_bytes;
   }
-  // Of the pieces in a slot.
+  // The distance between the pieces in a slot.
   size_t pitch(uint64_t chunk) const { return round_up(bytes(chunk), kCacheLine); }
   size_t bytes_of_slot(uint64_t chunk) const {
     return num_pieces == 1 ? bytes(chunk) : num_pieces * pitch(chunk);
   }
 };
 
-// What one of `workers` reduces of `bytes`: whole cache lines but for the end.
+// The part of `bytes` that one of `workers` reduces: whole cache lines but for the end.
 struct Share {
   size_t begin;
   size_t end;

@@ -18,11 +18,11 @@ constexpr uint32_t kFarAhead = 1u << 30;
 // How often waits are ended anew while devices undo it.
 constexpr std::chrono::milliseconds kEndAgain{1};
 
-// Of what a rank is doing its own node knows best, and says so within this after its timeout: two
-// looks of its watchdog, and its way through the network.
+// A rank's own node knows best what the rank is doing, and says so within this after its timeout:
+// two looks of its watchdog, and its way through the network.
 constexpr std::chrono::milliseconds kGraceBetweenNodes{1000};
 
-// What drivers take.
+// The largest pitch that drivers take.
 constexpr ptrdiff_t kMostPitch = (ptrdiff_t{1} << 31) - 1;
 
 // `broken`'s value.
@@ -131,7 +131,7 @@ void Pipeline::put_on_lanes(const Op& op, Stream stream, const StartHooks& hooks
   engine_.join(stream);
 }
 
-// Behind all of the operation comes the gate, and then the stream goes on.
+// Puts the gate behind all of the operation, and then the stream goes on.
 void Pipeline::close(const Op& op, Stream stream) {
   const std::shared_ptr<void> entered = engine_.enter();
   const Lane last{Lane::kDown, 0};
@@ -244,7 +244,7 @@ void Pipeline::put_down(const Op& op, uint64_t chunk) {
   } else {
     // Every lane's first one.
     if (chunk < Lane::kCount) engine_.wait(lane, board_.checked(rank_), low(op.first));
-    // Where there is nothing to take this lane would overtake the other.
+    // Without anything to take, this lane would overtake the other.
     if (has_predecessor(number)) {
       engine_.wait(lane, board_.taken(rank_, slot), low(before(number)));
     }
@@ -384,7 +384,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
                        .count = (share.end - share.begin) / size_of(job.dtype),
                        .destination = board_.result(slot) + share.begin});
   }
-  // Whoever counts last sees what all others wrote, and has nobody beside it.
+  // The last one to count sees what all others wrote, and has nobody beside it.
   Word& counted = board_.counted(slot);
   tell_sanitizer_of_write();
   if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
@@ -408,7 +408,7 @@ bool Pipeline::check_alone(Cursor& at) {
   return true;
 }
 
-// What is to cross the network, as far as it can go now.
+// Moves what is to cross the network, as far as it can go now.
 bool Pipeline::carry(Cursor& at) {
   try {
     const bool moved = courier_->advance(at.op->job, at.op->first);
@@ -421,7 +421,7 @@ bool Pipeline::carry(Cursor& at) {
   }
 }
 
-// Of a part that others follow: every lane down has taken its last chunk.
+// A part that others follow has ended when every lane down has taken its last chunk.
 bool Pipeline::has_ended(const Op& op) const {
   if (op.is_last) {
     const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
@@ -458,8 +458,8 @@ void Pipeline::watch(Cursor& at) {
   break_off(Failure::kTimeout, late);
 }
 
-// Of the ranks that have not come to the chunk the one that is furthest behind: the others may wait
-// for its slots. -1: all have.
+// The rank that is furthest behind, among those that have not come to the chunk: the others may
+// wait for its slots. -1: all have.
 int Pipeline::furthest_behind(Word& (Board::*word)(int, size_t) const, uint64_t number) const {
   const auto lag_of = [&](int rank) {
     int32_t least = std::numeric_limits<int32_t>::max();

@@ -94,7 +94,7 @@ class Pipeline {
     std::atomic<bool> begun{false};  // some rank's device came to it
     std::atomic<int> users{0};       // workers that have not gone on to the next
   };
-  // Where a worker is.
+  // The place that a worker has come to.
   struct alignas(kCacheLine) Cursor {
     Op* op = nullptr;
     bool is_over = true;  // nothing is left to do for it in `op`
@@ -141,7 +141,7 @@ class Pipeline {
   CopyEngine& engine_;
   const std::unique_ptr<Courier> courier_;
 
-  // Of the thread that enqueues.
+  // The thread that enqueues uses these.
   std::deque<std::unique_ptr<Op>> ops_;  // the last one, and those before that workers are in
   Job::Kind kinds_[Board::kMostDepth] = {};
   std::atomic<uint64_t> next_chunk_;

@@ -1,4 +1,4 @@
-// What the caller of an operation adds to its start.
+// Hooks that the caller of an operation adds to its start.
 #pragma once
 
 #include <functional>

@@ -13,7 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::microseconds kNap{20};
-// What has taken so long may well take longer.
+// A wait that has taken so long may well take longer.
 constexpr std::chrono::microseconds kLongNap{50};
 constexpr std::chrono::milliseconds kLongWait{5};
 // Looks between two at the clock.

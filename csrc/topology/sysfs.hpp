@@ -26,8 +26,8 @@ std::vector<std::filesystem::path> list_directory(const std::filesystem::path& p
 // interface's own device is no PCI device.)
 std::string pci_above(const std::filesystem::path& device);
 
-// What one direction of a PCI Express device's link carries at its full speed and width; 0 when it
-// has none, as behind a hypervisor.
+// The rate that one direction of a PCI Express device's link carries at its full speed and width; 0
+// when it has none, as behind a hypervisor.
 int64_t pcie_mbps(const Roots& roots, const std::string& pci);
 
 int numa_node_of_pci(const Roots& roots, const std::string& pci);

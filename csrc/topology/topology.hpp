@@ -1,4 +1,4 @@
-// What a machine is made of: plain data, found by discover(), or loaded from JSON so that tests and
+// The parts of a machine, as plain data: found by discover(), or loaded from JSON so that tests and
 // the tuner's dry runs can use machines that are not there.
 //
 // Unknown is -1 for a NUMA node, 0 for a number and "" for a string.
@@ -112,7 +112,7 @@ struct Topology {
   std::string gpu_note;  // why `gpus` is empty
 };
 
-// Where discovery looks. Tests point it at fake trees.
+// Discovery looks below these. Tests point it at fake trees.
 struct Roots {
   std::string sys = "/sys";
   std::string proc = "/proc";
@@ -126,8 +126,8 @@ Topology discover(const Roots& roots = {});
 // rounded up; at least 1.
 int usable_cores(const Roots& roots = {});
 
-// What the speed of this machine's cores and memory depends on, in one line for people and as a
-// key: "Intel(R) Xeon(R) ..., 2 of 4 hardware threads, L2 1024 KiB, L3 33792 KiB, 1 NUMA node".
+// Tells what the speed of this machine's cores and memory depends on, in one line for people and as
+// a key: "Intel(R) Xeon(R) ..., 2 of 4 hardware threads, L2 1024 KiB, L3 33792 KiB, 1 NUMA node".
 std::string describe_machine(const Roots& roots = {});
 
 // The GPUs NVML sees and their links, without NUMA nodes; else `note` says why there are none.

@@ -258,7 +258,7 @@ class Reader {
   std::set<std::string_view> known_;
 };
 
-// What the types cannot say: GPU indices are unique, and links lead to another GPU, once.
+// Checks what the types cannot say: GPU indices are unique, and links lead to another GPU, once.
 void check_gpus(const std::vector<Gpu>& gpus) {
   std::set<int> indices;
   for (size_t i = 0; i < gpus.size(); ++i) {

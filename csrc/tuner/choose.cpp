@@ -55,7 +55,7 @@ Plan choose_between_nodes(const ChooseRequest& request) {
 }  // namespace
 
 bool is_small_between_nodes(const ChooseRequest& request) {
-  // What all nodes together say must fit into a small buffer, and a leader says it to all others.
+  // All nodes' words together must fit into a small buffer, and a leader says them to all others.
   constexpr size_t kMost = 64 * kKiB;
   const size_t others = static_cast<size_t>(request.nodes - 1);
   switch (request.collective) {

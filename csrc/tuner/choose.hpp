@@ -10,7 +10,7 @@
 
 namespace dpt {
 
-// What the tuner settled on for a range of sizes; frozen once a group has it.
+// The tuner settled on this for a range of sizes; frozen once a group has it.
 struct Decision {
   Candidate chosen{nullptr};  // no algorithm: the rule of thumb
   std::string reason;         // what the plan says; empty with the rule of thumb
@@ -36,7 +36,7 @@ bool is_native_collective(Collective collective);
 
 Plan choose(const ChooseRequest& request);
 
-// Of a group that spans nodes: whether a message is so small that one exchange of the nodes'
+// Tells of a group that spans nodes whether a message is so small that one exchange of the nodes'
 // leaders carries it.
 bool is_small_between_nodes(const ChooseRequest& request);
 
@@ -48,7 +48,7 @@ bool could_be_candidate(const Candidate& candidate, Collective collective, int n
 // rule of thumb's, then from small chunks to large ones. At most five.
 std::vector<Candidate> candidates(const ChooseRequest& request);
 
-// What a group decides from an entry, pure as `choose`; `found` says where the times come from, as
+// Decides for a group from an entry, pure as `choose`; `found` says where the times come from, as
 // in "measured here". Without a usable time it is the rule of thumb.
 Decision decide(const Entry& entry, const Limits& limits, const std::string& found);
 

@@ -42,7 +42,7 @@ constexpr size_t kBeatsDelegatePart = 256 << 10;
 size_t ceil_div(size_t value, size_t by) { return (value + by - 1) / by; }
 
 bool is_whole(const ChooseDeviceRequest& request) { return request.collective == DPT_ALL_REDUCE; }
-// What one rank sends another at a time.
+// The number of bytes that one rank sends another at a time.
 size_t part_of(const ChooseDeviceRequest& request) {
   return is_whole(request) ? ceil_div(request.bytes, request.layout.size) : request.bytes;
 }
@@ -52,7 +52,7 @@ bool sends_to_all(const ChooseDeviceRequest& request) {
          request.collective == DPT_ALL_GATHER || request.collective == DPT_ALL_TO_ALL;
 }
 
-// What a rank sends is for all others.
+// Tells whether all that a rank sends is for all others.
 bool goes_to_all(const ChooseDeviceRequest& request) {
   return request.collective == DPT_ALL_GATHER || request.collective == DPT_BROADCAST;
 }
@@ -83,7 +83,7 @@ cuda::Grid full_grid(const ChooseDeviceRequest& request) {
   return {request.layout.channels, cuda::kMostThreads};
 }
 
-// Of a sum that competes with the delegate's.
+// The grid of a sum that competes with the delegate's.
 cuda::Grid beside_compute(const ChooseDeviceRequest& request, cuda::Grid grid) {
   const bool narrow = request.delegate && is_whole(request) && request.bytes >= kLeastBesideCompute;
   if (narrow) grid.channels = std::min(grid.channels, static_cast<int>(kUsualChannels));
@@ -151,8 +151,8 @@ constexpr Algorithm kAlgorithms[] = {
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
 constexpr int kFewerChannels[] = {static_cast<int>(kUsualChannels), 16};
-// Of one call that copy engines carry out, in chunks: each is some operations on every stream, and
-// a stream that holds about a thousand makes the calling thread wait until it has done some.
+// The most chunks of one call that copy engines carry out: each is some operations on every stream,
+// and a stream that holds about a thousand makes the calling thread wait until it has done some.
 constexpr size_t kMostCopies = 64;
 
 // How far behind is too far to be tried at the next larger range. Through the host's memory times
@@ -269,7 +269,7 @@ int offer_channels(int num_sms, int used, int wanted) {
   constexpr int kLeast = 2;
   const int left = std::max(budget - used, kLeast);
   if (wanted != 0) return std::min({wanted, left, cuda::kMaxChannels});
-  // Of the whole device for the first group, which often is the only one; else of what is left.
+  // The first group, often the only one, gets half of the device; others get half of the rest.
   const auto half = static_cast<unsigned>((used == 0 ? num_sms : left) / 2);
   return std::clamp(static_cast<int>(std::bit_floor(half)), kLeast, cuda::kMaxChannels);
 }

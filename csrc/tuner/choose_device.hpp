@@ -66,7 +66,7 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
 std::vector<Candidate> without_slow_variants(const std::vector<Candidate>& candidates,
                                              const Entry& smaller);
 
-// What was chosen, or else the best of what was measured that serves; without any the delegate.
+// The chosen plan, or else the best of the measured ones that serves; without any the delegate.
 Candidate best_of(const Decision& decision,
                   const std::function<bool(const Candidate& candidate)>& serves);
 

@@ -22,7 +22,7 @@ bool reduces(Collective collective) {
   return collective == DPT_ALL_REDUCE || collective == DPT_REDUCE_SCATTER;
 }
 
-// What a rank copies up.
+// The number of bytes that a rank copies up.
 size_t bytes_up(const ChooseDeviceRequest& request) {
   if (request.collective != DPT_REDUCE_SCATTER) return request.bytes;
   const int others = request.staging.ranks * request.staging.nodes - 1;
@@ -34,8 +34,8 @@ size_t usual_chunk(const ChooseDeviceRequest& request) {
   return std::min(std::clamp(chunk, kSmallestChunk, kUsualChunk), request.staging.slot_bytes);
 }
 
-// Where devices add up, workers can't be what holds up. With half of them a chunk is reduced no
-// faster than it is copied (measured with two H200).
+// If devices add up, workers can't be what holds up. With half of them a chunk is reduced no faster
+// than it is copied (measured with two H200).
 int usual_threads(const ChooseDeviceRequest& request) {
   if (!reduces(request.collective)) return 1;
   return request.devices_add ? 0 : request.staging.threads;

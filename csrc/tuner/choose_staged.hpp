@@ -16,7 +16,7 @@ inline constexpr char kCpuReduce[] = "cpu_reduce";
 // the ring through the host's memory leaves much of a GPU's link idle.
 bool can_be_divided(Collective collective, DataType dtype, ReduceOp op);
 
-// Whatever can be served is the delegate's, where there is one, unless it was measured slower.
+// The delegate, if there is one, gets whatever can be served, unless it was measured slower.
 DevicePlan choose_staged(const ChooseDeviceRequest& request);
 
 // The plans worth trying, the rule of thumb's first; none that takes more workers for nothing.

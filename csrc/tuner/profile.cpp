@@ -193,7 +193,7 @@ Array parse_groups(const std::string& text) {
   return get<Array>(document, "groups", "the profile");
 }
 
-// What the Python side keeps in the same file; nothing of another format.
+// Fields that the Python side keeps in the same file; nothing of another format.
 Object other_fields(const std::string& text) {
   if (text.empty()) return {};
   const Value document = json::parse(text);

@@ -1,5 +1,4 @@
-// What was measured: the time of every candidate plan, per collective and range of sizes, and which
-// of them wins.
+// Measured times of every candidate plan, per collective and range of sizes, and which plan wins.
 //
 // Everything here is a pure function of its arguments: ranks that hold the same times choose alike.
 #pragma once
@@ -76,12 +75,12 @@ struct Measurement {
   double low_us;  // quartiles
   double high_us;
 };
-// Of at least one time.
+// Summarizes at least one time.
 Measurement summarize(const Candidate& candidate, std::vector<double> times_us);
 
 using Entry = std::vector<Measurement>;  // in the order of `candidates`
 
-// What a group can use.
+// Limits of what a group can use.
 struct Limits {
   size_t max_chunk_bytes;
   bool delegate;

@@ -12,10 +12,10 @@ namespace {
 using cuda::kMaxRanks;
 using cuda::Trees;
 
-// What a GPU moves over PCIe in one direction, to and from whichever peers, in NVLinks. An NVLink
-// carries 25 GB/s in A100 and H100 bridges and V100 cubes, 14 GB/s in A6000 bridges; a x16 port
-// about 12 GB/s of PCIe 3 (V100), 25 of PCIe 4 (A100, A6000) and 50 of PCIe 5 (H100 NVL), by
-// NVIDIA's data sheets less PCIe's own overhead.
+// A GPU moves this much over PCIe in one direction, to and from whichever peers, in NVLinks. An
+// NVLink carries 25 GB/s in A100 and H100 bridges and V100 cubes, 14 GB/s in A6000 bridges. A x16
+// port carries about 12 GB/s of PCIe 3 (V100), 25 of PCIe 4 (A100, A6000) and 50 of PCIe 5 (H100
+// NVL). All this is by NVIDIA's data sheets, less PCIe's own overhead.
 constexpr double kPortInLinks = 1;
 
 // One tree without a direction: the neighbours of each rank, as bits.

@@ -43,7 +43,7 @@ bool are_connected(const LinkMatrix& links);
 std::string to_text(const LinkMatrix& links);
 std::optional<LinkMatrix> parse_links(const std::string& text);
 
-// What the heaviest loaded link carries in either direction, up and down together: in shares, where
+// The load of the heaviest loaded link in either direction, up and down together: in shares, where
 // a link is worth one NVLink.
 double heaviest_load(const LinkMatrix& links, const cuda::Trees& trees);
 

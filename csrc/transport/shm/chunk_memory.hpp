@@ -1,4 +1,4 @@
-// What registered device memory is made of, as its bookkeeping (chunk_pool.hpp, peer_chunks.hpp)
+// Memory behind registered device memory, as its bookkeeping (chunk_pool.hpp, peer_chunks.hpp)
 // needs it: CUDA's virtual memory management (cuda/device_pool.cpp), and files in tests.
 #pragma once
 
@@ -22,9 +22,9 @@ class ChunkMemory {
   // Memory of `device`; 0: it has no more.
   virtual uint64_t create(int device, size_t bytes) = 0;
   virtual UniqueFd export_file(uint64_t handle) = 0;
-  // What another process exported, for `device`.
+  // Takes memory that another process exported, for `device`.
   virtual uint64_t import_file(int device, const UniqueFd& file) = 0;
-  // What is mapped stays until it is unmapped.
+  // Mapped memory stays until it is unmapped.
   virtual void release(uint64_t handle) noexcept = 0;
 
   // Within a reserved range; `devices` may read and write there.
@@ -32,7 +32,7 @@ class ChunkMemory {
                    size_t bytes,
                    uint64_t handle,
                    const std::vector<int>& devices) = 0;
-  // Of what is mapped: these may from now on.
+  // Lets these use mapped memory from now on.
   virtual void allow(char* address, size_t bytes, const std::vector<int>& devices) = 0;
   virtual void unmap(char* address, size_t bytes) noexcept = 0;
 

@@ -27,7 +27,7 @@
 
 namespace dpt {
 
-// Which parts of a range are in use.
+// Knows which parts of a range are in use.
 class FreeRanges {
  public:
   explicit FreeRanges(size_t bytes) : free_{{0, bytes}} {}
@@ -78,7 +78,7 @@ class ChunkPool {
   void subscribe(const std::shared_ptr<PoolLink>& link);
   // It is gone.
   void unsubscribe(const PoolLink* link);
-  // What came back over a link.
+  // Takes an answer that came back over a link.
   void answer(PoolLink* link, const ChunkMessage& message);
 
   // In a forked child nothing of it is there.

@@ -101,7 +101,7 @@ const Letter* Mailbox::front() {
     if (others(flow.written) == read) return nullptr;
     const auto* letter = reinterpret_cast<const Letter*>(shared_->ring + read % kRingBytes);
     if (!letter->filler) return letter;
-    // What follows was published together with the filler.
+    // The letters that follow were published together with the filler.
     publish(flow.read, read + kRingBytes - read % kRingBytes);
   }
 }

@@ -1,4 +1,4 @@
-// What one rank sends to another of its node: one ordered pair's part of the group's segment.
+// Messages from one rank to another of its node: one ordered pair's part of the group's segment.
 //
 //   letters   sender -> receiver: a ring of announcements in posting order; a small message lies in
 //             it whole, right behind its letter
@@ -6,7 +6,7 @@
 //   slots     the content of the one large message that the receiver granted, in pieces
 //
 // Each of the three has one writer and one reader and never blocks: a function says that there is
-// no room, or nothing new. Who waits does so on its doorbell (Segment::await_ring).
+// no room, or nothing new. A rank waits on its doorbell (Segment::await_ring).
 //
 // NOTE [Room] Each of the three is small, and no number of messages may stall in it. Writers keep
 // on their heap what finds no room, and neither side stops reading because it can't write: a
@@ -25,7 +25,7 @@ struct Letter {
   uint64_t number = 0;  // of this pair's letters, from 1
   uint64_t count = 0;
   uint64_t bytes = 0;
-  // Of the content in the sender's registered memory, or kNowhere.
+  // The content's offset in the sender's registered memory, or kNowhere.
   uint64_t offset = kNowhere;
   int32_t tag = 0;
   int32_t dtype = 0;

@@ -18,7 +18,7 @@ constexpr size_t kAlignment = 256;
 // Smaller holes are not worth a system call, and would break up large pages.
 constexpr size_t kLeastTrim = 1 << 20;
 
-// Of address space, for each process and each of its peers: 128 ranks stay within 47 bits.
+// The most address space for each process and each of its peers: 128 ranks stay within 47 bits.
 constexpr size_t kMostCapacity = size_t{256} << 30;
 
 size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
@@ -160,7 +160,7 @@ size_t MemoryPool::trim() {
   std::lock_guard lock(mutex_);
   size_t trimmed = 0;
   for (const auto& [offset, bytes] : free_) {
-    // What lies beyond the highest block ever used has no pages.
+    // The part beyond the highest block ever used has no pages.
     const uint64_t begin = round_up(offset, page_bytes());
     const uint64_t used_end = round_up(usage_.reserved_bytes, page_bytes());
     const uint64_t end = std::min((offset + bytes) / page_bytes() * page_bytes(), used_end);

@@ -48,7 +48,7 @@ class MemoryPool {
   // Does nothing in a child of fork(). Throws Error(DPT_ERR_INVALID) for what allocate did not
   // return or what is free already.
   void free(void* address);
-  // Where [address, address + bytes) lies in the pool's file; nothing when it lies elsewhere.
+  // The place of [address, address + bytes) in the pool's file; nothing when it lies elsewhere.
   std::optional<uint64_t> offset_of(const void* address, size_t bytes) const;
 
   // While somebody has one of these file and base stay. The pool must outlive them.
@@ -56,7 +56,7 @@ class MemoryPool {
   Hold hold();
   // The file, for passing on; the pool keeps it. Throws Error(DPT_ERR_SYSTEM).
   int file();
-  // Where the file starts here; nullptr before the first need.
+  // The file's start here; nullptr before the first need.
   char* base() const { return base_.load(std::memory_order_acquire); }
 
   // Gives the pages of free blocks back to the system; returns how many bytes that covers.

@@ -1,5 +1,5 @@
-// Where a peer process's chunks of device memory are mapped here: a range of addresses as long as
-// the peer's own, each chunk at its offset there. The range never moves, since kernels and captured
+// Maps a peer process's chunks of device memory here: into a range of addresses as long as the
+// peer's own, each chunk at its offset there. The range never moves, since kernels and captured
 // graphs keep its address.
 //
 // Thread safety: all functions from any thread.
@@ -31,7 +31,7 @@ class PeerRange {
   // This device of this process may use what is there, and what will be.
   void allow(int device);
   void map(const ChunkMessage& offer, const UniqueFd& file);
-  // Of what is not mapped: nothing.
+  // Does nothing if the chunk is not mapped.
   void drop(uint64_t id) noexcept;
   size_t mapped_bytes() const;
 

@@ -32,7 +32,7 @@ std::shared_ptr<const MappedPool> PeerPools::map(const UniqueFd& file) {
   DPT_SYS_CHECK(fstat(file.get(), &info));
   const auto key = std::pair(info.st_dev, info.st_ino);
   std::lock_guard lock(mutex_);
-  // Of files that no group shares any more only the numbers are left; drop those too.
+  // Files that no group shares any more have only their numbers left here; drop those too.
   std::erase_if(mapped_, [](const auto& entry) { return entry.second.expired(); });
   if (const auto found = mapped_.find(key); found != mapped_.end()) {
     if (auto pool = found->second.lock()) return pool;

@@ -1,6 +1,6 @@
-// Where the memory pools of peer processes are mapped here: each file once, however many groups
-// share it, and no longer than one of them does. By the file, since a process that had left all of
-// its groups has another one for the next.
+// Maps the memory pools of peer processes here: each file once, however many groups share it, and
+// no longer than one of them does. Pools are known by the file, since a process that had left all
+// of its groups has another one for the next.
 #pragma once
 
 #include <sys/stat.h>

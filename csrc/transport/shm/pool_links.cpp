@@ -25,7 +25,7 @@ std::string in_short(const std::string& trouble) {
 
 }  // namespace
 
-// What a rank says of itself.
+// A rank says this of itself.
 struct PoolLinks::Member {
   std::string process;
   std::string address;
@@ -208,7 +208,7 @@ PoolLinks::Links PoolLinks::connect(const Meeting& meeting,
   const auto link_to = [&](const std::string& process, UniqueFd socket) {
     made.push_back(std::make_shared<PoolLink>(process, std::move(socket), [this] { wake(); }));
   };
-  // Of two processes the one with the lower name dials.
+  // The one of two processes with the lower name dials.
   std::set<std::string> awaited;
   for (const auto& [process, rank] : plan.missing) {
     if (process < process_) {

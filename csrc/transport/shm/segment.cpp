@@ -70,7 +70,7 @@ int64_t monotonic_ms() {
 // Without a beat for so long a process is not merely busy: five ticks of the watchdog.
 constexpr std::chrono::milliseconds kSilence{1000};
 
-// What such a rank says of the other node, at its own time limit, reaches the others within this.
+// Such a rank's report about the other node, at its own time limit, reaches the others within this.
 constexpr std::chrono::milliseconds kGraceForElsewhere{400};
 // For the few words of an abort; who takes longer has died over them.
 constexpr std::chrono::milliseconds kWritingLimit{200};
@@ -105,7 +105,7 @@ struct Segment::Shared {
   RankState ranks[kMaxRanks];
 };
 
-// Where each part begins after `Shared`; each part is an array over (parity, rank).
+// The parts begin here after `Shared`; each is an array over (parity, rank).
 struct Segment::Layout {
   size_t buffers, small, slots, results, mailboxes, end;
 

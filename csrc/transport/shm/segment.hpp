@@ -28,7 +28,7 @@
 
 namespace dpt {
 
-// What a rank says of the operation it enters; read by its peers after the operation's first
+// A rank describes the operation it enters by this; its peers read it after the operation's first
 // barrier.
 struct OpHeader {
   uint64_t sequence;
@@ -52,7 +52,7 @@ struct BufferInfo {
   uint64_t offset;  // in the rank's pool of registered memory; kPrivate: it lies elsewhere
 };
 
-// What a rank knows of its chances when it waits.
+// A waiting rank's chances, as far as it knows them.
 enum class WaitStyle {
   kOwnCore,     // every rank has a core: spin as long as spinning has paid lately, then sleep
   kSharedCore,  // more ranks than cores: a spinner holds the core its peer needs, so hand it over

@@ -27,7 +27,7 @@ namespace {
 // operation timeout.
 constexpr std::chrono::milliseconds kAttachLimit{30000};
 
-// What a rank that attached publishes; anything else says why it could not.
+// A rank that attached publishes one of these; anything else says why it could not.
 constexpr char kWithPools[] = "ok";
 constexpr char kWithoutPools[] = "ok without registered memory";
 
@@ -65,7 +65,7 @@ UniqueFd open_own_pidfd() {
   return UniqueFd(fd);
 }
 
-// What a rank brings: its pidfd and the file of its pool, each if it has one.
+// A rank brings these: its pidfd and the file of its pool, each if it has one.
 struct Belongings {
   UniqueFd pidfd;
   UniqueFd pool;
@@ -101,7 +101,7 @@ struct Belongings {
   }
 };
 
-// What a rank has after the exchange.
+// A rank has these after the exchange.
 struct Exchanged {
   UniqueFd memory;
   std::vector<Belongings> ranks;
@@ -179,8 +179,8 @@ Exchanged join(const ShmGroup& group, const std::string& address, const WaitCont
   return exchanged;
 }
 
-// Where each rank's pool is here; ranks that are threads of this process share its own. Empty when
-// one can't be had: "attached" then tells the others.
+// Maps each rank's pool here; ranks that are threads of this process share its own. Empty when one
+// can't be had: "attached" then tells the others.
 std::vector<char*> map_pools(const ShmGroup& group,
                              const std::vector<Belongings>& ranks,
                              std::vector<std::shared_ptr<const MappedPool>>* pools) {

@@ -178,7 +178,7 @@ void Connection::poll_sockets(Lock& lock, std::chrono::milliseconds slice) {
 void Connection::check_usable(const WaitContext& wait) {
   if (failure_) throw Error(failure_->status(), wait.describe() + ": " + failure_->what());
   if (!any_ended_) return;
-  // What a peer sent before it left may still be on its way on the other sockets.
+  // Data that a peer sent before it left may still be on its way on the other sockets.
   const bool open = std::any_of(sockets_.begin(), sockets_.end(), [](const Socket& socket) {
     return !socket.ended && !socket.parked;
   });

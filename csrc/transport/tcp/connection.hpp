@@ -42,7 +42,7 @@ class Connection {
     // Throws when the group has been aborted.
     std::function<void()> check;
   };
-  // Who moves a message: see above.
+  // Names who moves a message: see above.
   enum class Mover { kCaller, kReactor };
 
   Connection(Peer peer, Host host);

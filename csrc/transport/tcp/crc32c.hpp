@@ -6,8 +6,8 @@
 
 namespace dpt {
 
-// Of `bytes` at `data`, after bytes whose checksum is `before`. By the CPU's own instruction where
-// it has one (x86 with SSE 4.2), else by tables.
+// The checksum of `bytes` at `data`, after bytes whose checksum is `before`. Uses the CPU's own
+// instruction if it has one (x86 with SSE 4.2), else tables.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
 
 // The way by tables, for tests.

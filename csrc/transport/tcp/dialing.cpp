@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Who connects and then says nothing, or not enough, is dropped.
+// A caller that says nothing after it connected, or not enough, is dropped.
 constexpr std::chrono::milliseconds kGreetingLimit{5000};
 // A node that does not even answer is down, or a firewall swallows what is sent to it.
 constexpr std::chrono::milliseconds kConnectLimit{10000};
@@ -182,7 +182,7 @@ class Dialer {
       if (dialog.state != Handshake::State::kDone) return in_time(dialog);
       keep(dialog);
     } catch (const Error& error) {
-      // Of a peer that this rank called on the address it published, a failure is an error; whoever
+      // A failure is an error when this rank called the peer on the address it published; whoever
       // calls this rank may be anybody.
       if (!dialog.handshake.is_server()) {
         throw Error(DPT_ERR_SYSTEM, dialog.with + " can't be reached: " + error.what());

@@ -29,7 +29,7 @@ struct Listener {
   SocketAddress address;
 };
 
-// Where a rank listens, as it tells the others.
+// A rank listens here, as it tells the others.
 struct Endpoint {
   SocketAddress address;
   std::string interface;

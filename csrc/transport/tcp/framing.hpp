@@ -1,4 +1,4 @@
-// What goes over a data socket: stripes of numbered messages, each behind a header.
+// The format of a data socket: stripes of numbered messages, each behind a header.
 //
 // NOTE [Striping] Messages between two ranks are numbered in the order in which they were posted. A
 // message is cut into stripes, and whichever socket has room takes the next one. So a flow that is

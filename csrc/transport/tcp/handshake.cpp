@@ -191,7 +191,7 @@ Handshake::State Handshake::advance(int fd) {
         throw Error(DPT_ERR_SYSTEM, "the other side hung up during the handshake");
       }
       done_ += static_cast<size_t>(moved);
-      // Who speaks another version may send less than this one expects.
+      // A peer that speaks another version may send less than this one expects.
       if (!writing && *step_ <= Step::kChallenge && done_ >= sizeof(Prefix)) {
         if (is_server_ && speaks_another_version(buffer_)) {
           const Prefix own{kTcpMagic, kTcpVersion, sizeof(Challenge)};  // so that it can say why

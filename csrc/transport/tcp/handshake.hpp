@@ -34,7 +34,7 @@ struct Hello {
   std::array<uint8_t, 32> nonce{};
 };
 
-// What both sides know already.
+// Both sides know this already.
 struct Acquaintance {
   std::string secret;  // of the group, 32 random bytes
   std::string group;
@@ -54,7 +54,7 @@ class Handshake {
 
   // Goes on as far as it can without waiting; what to wait for.
   State advance(int fd);
-  // Who is at the other end, once done.
+  // The rank at the other end, once done.
   uint32_t peer() const { return is_server_ ? hello_.from : hello_.to; }
   uint32_t socket() const { return hello_.socket; }
   bool is_server() const { return is_server_; }

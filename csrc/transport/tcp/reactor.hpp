@@ -61,7 +61,7 @@ class Reactor {
   std::map<uint64_t, Handler> handlers_;
   std::vector<Lingering> lingering_;
   uint64_t next_id_ = 1;
-  // Of the thread that runs; none: there is no such thread.
+  // The thread that runs has these; none: there is no such thread.
   UniqueFd epoll_;
   Waker waker_;
 };

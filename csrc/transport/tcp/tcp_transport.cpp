@@ -46,7 +46,7 @@ int usual_sockets(const NodeLayout& layout) {
   return std::clamp((kFlows + layout.num_rails() - 1) / layout.num_rails(), 2, kFlows);
 }
 
-// What one rank does until its connections stand; every step that can fail on one rank alone is
+// The steps of one rank until its connections stand; every step that can fail on one rank alone is
 // told to all, so that all of them go on or none.
 class Joining {
  public:
