@@ -94,7 +94,7 @@ class Saves:
             replace(owner, "save", self._with(self.place, 1, "f"))
         for owner in (torch, torch.serialization, torch.jit):
             replace(owner, "load", self._with(self._found, 0, "f"))
-        # Writes of torch.export, torch.package and torch.save's other callers go through these.
+        # torch.export, torch.package and torch.save's other callers write through these.
         replace(torch._C.PyTorchFileWriter, "__init__", self._with(self.place, 1, "file_name"))
         replace(torch._C.PyTorchFileReader, "__init__", self._with(self._found, 1, "arg0"))
         for kind in (torch._C.ScriptModule, torch._C.ScriptFunction):
@@ -284,7 +284,7 @@ class Saves:
         return self._is_scratch(path) or self._is_cached(path)
 
     def _renaming(self, source: str, target: str) -> None:
-        """Keep count of what this run has made under its new name, and of nothing else."""
+        """Move this run's marks to new names; a name that an older file takes loses its mark."""
         sources = [source]
         if os.path.isdir(source) and not os.path.islink(source):
             sources = list(_files(source))

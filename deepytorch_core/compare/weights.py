@@ -31,7 +31,7 @@ _POINTERS = {
     ".metadata",  # of torch.distributed.checkpoint
 }
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
-# Files of torch.save begin so: by the magic number before 1.6, the zip's first member since.
+# These mark files of torch.save: the magic number before 1.6, the zip's first member since.
 _TORCHS_OWN = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _ZIP, _ZIP_NAME, _MEMBER = b"PK\x03\x04", 30, b"/data.pkl"
 _HEADS = (_ZIP, b"\x89HDF\r\n", b"\x93NUMPY", b"GGUF")
