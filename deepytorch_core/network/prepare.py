@@ -73,7 +73,7 @@ def _of_nodes(store: Any, *, rank: int, size: int, measure: bool) -> Choice:
 
 
 def _of_table() -> Choice:
-    """Make NCCL go by the table of measured choices, if there is one that can be used."""
+    """Return what makes NCCL go by the table of measured choices, if one can be used."""
     try:
         return nccl_table.choose(config.cache_dir() / nccl_table.FILE, set(config.nccl_settings()))
     except (OSError, RuntimeError, ValueError) as error:
