@@ -156,7 +156,7 @@ class Answer:
 
 
 def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> Answer:
-    """Ask what ranks on other nodes do, through the first of these processes that takes it.
+    """Ask what ranks on other nodes do, by the first of these processes that takes the question.
 
     It takes at most `limit_s` seconds and raises nothing.
     """
