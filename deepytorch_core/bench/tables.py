@@ -59,7 +59,7 @@ NEEDED_OF_WORKLOAD = tuple(one for one in WORKLOAD_FIELDS if one not in _OF_OURS
 
 NEEDED_OF_DDP = tuple(one for one in DDP_FIELDS if one not in OLDER_DDP)
 
-# A table of collectives on one machine's GPUs shows more than that.
+# A table of collectives on one machine's GPUs shows all of these.
 GPU_FIELDS = (
     *NEEDED_FIELDS,
     *("device", "cuda_graph", "algorithm", "time_us", "baseline_time_us", "cpu_us"),
