@@ -16,8 +16,8 @@ from typing import Protocol
 _MOST_APART = 3.0
 # Chance may leave the yardstick of so few steps short.
 _FEW = 16
-# Sums in another order change a loss so much within some steps: a share of it, and for losses that
-# go to zero a share of the largest loss of all.
+# Sums in another order change a loss so much within some steps: by a share of it. Losses that go to
+# zero change by a share of the largest of all.
 _ROUNDING = 1e-3
 _ROUNDING_OF_LARGEST = 1e-6
 

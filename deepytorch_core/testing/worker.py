@@ -36,7 +36,7 @@ STORE_HOST = "127.0.0.1"
 _LEAVING = timedelta(seconds=1)
 
 
-# These run whole programs: choices about computation are switched on in them as anywhere.
+# These run whole programs: our changes to models are switched on in them as anywhere.
 _OF_PROGRAMS = ("deepytorch_core.testing.script", "deepytorch_core.testing.forked")
 
 

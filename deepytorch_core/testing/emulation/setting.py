@@ -15,8 +15,8 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit|bps|bit/s)?", re.IGNORECAS
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", re.IGNORECASE)
 
-# An idle link lets so much through at once: little, lest small messages seem faster than the link,
-# but as much as passes while the kernel's timer is late.
+# An idle link lets so much through at once. It is little, lest small messages seem faster than the
+# link, but as much as passes while the kernel's timer is late.
 _BURST_S, _MIN_BURST_BYTES = 60e-6, 15000
 
 

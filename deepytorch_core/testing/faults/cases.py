@@ -257,8 +257,8 @@ FAULTS = {
             within_s=20.0,
             timeout_s=10.0,
             alone=True,
-            # A failed start leaves these; so does one that was NCCL's first in the process, on the
-            # victim of four ranks: 2.28.9 alone left the same, without peer access, too.
+            # A failed start leaves these; one that was NCCL's first in the process does so on the
+            # victim of four ranks. NCCL 2.28.9 alone left the same, without peer access, too.
             stock_leaves={
                 **dict.fromkeys(_BY_NCCL, ("descriptors: socket (6)",)),
                 "gpu-4": ("descriptors: pipe, socket (12)", "threads (1)"),
