@@ -30,8 +30,8 @@ volume; a small all_gather says n / N to each other node. Trees are not for them
 leaves the node once where ranks are in blocks, from every rank where they are dealt out in turns.
 
 It leaves out the work inside a node, which a pipeline hides while the link is the slower part. It
-also leaves out collisions in the network between nodes, and ranks that wait for a core, as on
-emulated nodes with fewer cores than ranks.
+leaves out collisions in the network between nodes, and ranks that wait for a core, as on emulated
+nodes with fewer cores than ranks.
 """
 
 from __future__ import annotations
