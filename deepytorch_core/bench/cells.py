@@ -1,4 +1,4 @@
-"""What the tables of results are put together from: lines, ratios, captions, provenance."""
+"""Makes the pieces of the tables of results: lines, ratios, captions, provenance."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Provenance:
 
 
 def caption(files: Files, wrong: str = "wrong elements") -> str:
-    """What stands below a table of these records: what is compared, and where each file is from.
+    """Return the caption of these records' table: what it compares, and where each file is from.
 
     `wrong` is what the records' field of that name counts.
     """

@@ -159,7 +159,7 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Record], tuple[Bar, ...]]]
 
 
 def _label(record: Record, wanted: Mapping[str, str]) -> str:
-    """What tells the record from its neighbours: not what all have in common."""
+    """Return what tells the record from its neighbours: not what all have in common."""
     if "op" in record:
         size = format_size(record["bytes"])
         return size if "op" in wanted else f"{record['op']}, {size}"

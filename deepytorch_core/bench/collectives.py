@@ -77,7 +77,7 @@ class Bench:
             self.prepare_baseline = self._in_memory(rows, bind, self.allocate)
 
     def _set_up(self, job: Job, groups: worker.Groups) -> None:
-        """What an arm needs, be it in one process with the other or apart."""
+        """Set up what an arm needs, be it in one process with the other or apart."""
         self.job = job
         self.groups = groups
         self.ranks = groups.ranks

@@ -53,7 +53,7 @@ class ApartJob(Job):
         return dict(_pair(setting) for setting in self.baseline_environment)
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
-        """What torchrun would say of the rank, and that the second arm is stock."""
+        """Return what torchrun would say of the rank, and that the second arm is stock."""
         arm, rank = divmod(process, self.world_size)
         seat = self.seats[rank]
         stock = {"DEEPYTORCH_ENABLED": "0", **self.baseline_settings}

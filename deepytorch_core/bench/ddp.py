@@ -60,7 +60,7 @@ class Trainer:
 
 
 def layer_width(parameters: int) -> int:
-    """Of the preset "mlp", for about `parameters` weights in all."""
+    """Return the width of the preset "mlp" for about `parameters` weights in all."""
     return math.isqrt(parameters // NUM_LAYERS)
 
 
@@ -120,7 +120,7 @@ def has_registered_buckets(job: Run, groups: worker.Groups) -> bool:
 
 
 def as_users_get_it(registered_buckets: bool) -> AbstractContextManager[None]:
-    """What `import deepytorch` does to the construction of a DDP module."""
+    """Do what `import deepytorch` does to the construction of a DDP module."""
     if not registered_buckets:
         return nullcontext()
     from deepytorch_core import registered

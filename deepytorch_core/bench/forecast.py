@@ -1,4 +1,4 @@
-"""What a collective costs on more nodes: a latency-and-bandwidth model, fitted and checked.
+"""Forecasts a collective's cost on more nodes by a fitted, checked latency-and-bandwidth model.
 
 The time of one operation is taken to be
 
@@ -29,9 +29,9 @@ all_gather and a reduce_scatter take half a ring, or the meeting and one direct 
 volume; a small all_gather says n / N to each other node. Trees are not for them. A flat ring's edge
 leaves the node once where ranks are in blocks, from every rank where they are dealt out in turns.
 
-What it leaves out: the work inside a node, which a pipeline hides while the link is the slower
-part; collisions in the network between nodes; and ranks that wait for a core, as on emulated nodes
-that have fewer cores than ranks.
+It leaves out the work inside a node, which a pipeline hides while the link is the slower part. It
+leaves out collisions in the network between nodes, and ranks that wait for a core, as on emulated
+nodes with fewer cores than ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one operation is made of: see the table above."""
+    """The parts of one operation: see the table above."""
 
     rounds: float
     messages: float
@@ -82,7 +82,7 @@ class Counts:
 
 
 def counts(schedule: str, op: str, num_bytes: int, shape: Shape) -> Counts:
-    """What `op` takes in this schedule; `num_bytes` as nccl-tests counts."""
+    """Return the counts of `op` in this schedule; `num_bytes` as nccl-tests counts."""
     halves = 2 if op == "all_reduce" else 1
     if schedule == FLAT:
         rounds: float = halves * (shape.ranks - 1)
@@ -109,7 +109,7 @@ def _is_small(op: str, num_bytes: int, shape: Shape) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """What a message, a byte and a round cost.
+    """The costs of a message, a byte and a round.
 
     Attributes:
         alpha_us: microseconds that a message costs the rank that sends it.
@@ -124,14 +124,14 @@ class Model:
     burst_bytes: int = 0
 
     def time_us(self, schedule: str, op: str, num_bytes: int, shape: Shape) -> float:
-        """What one operation takes."""
+        """Return the time that one operation takes."""
         of = counts(schedule, op, num_bytes, shape)
         queued = max(0.0, of.volume - self.burst_bytes)
         return of.rounds * self.latency_us + of.messages * self.alpha_us + queued * self.beta_us
 
     @classmethod
     def of_link(cls, link: Link) -> Model:
-        """What a probe alone says: half a round trip a round, and the link's rate."""
+        """Return what a probe alone says: half a round trip a round, and the link's rate."""
         return cls(0.0, 8e6 / link.rate_bps, latency_us=link.round_trip_s * 1e6 / 2)
 
 
@@ -212,7 +212,7 @@ class Forecast:
     order: str = "block"
 
     def time_us(self, schedule: str, op: str, num_bytes: int, nodes: int) -> float:
-        """What one operation takes on so many nodes."""
+        """Return the time that one operation takes on so many nodes."""
         shape = Shape.of(seats([self.ranks_per_node] * nodes, self.order))
         return self._model(schedule, op).time_us(schedule, op, num_bytes, shape)
 
@@ -250,7 +250,7 @@ class Forecast:
         }
 
     def _model(self, schedule: str, op: str) -> Model:
-        # What was not measured runs over the same link as what was.
+        # An unmeasured schedule runs over the same link as a measured one.
         known = (self.models.get((op, name)) for name in (schedule, FLAT, HIERARCHICAL))
         return next(model for model in known if model is not None)
 
@@ -301,7 +301,7 @@ def of_link(link: Link, cases: Iterable[tuple[str, int]], ranks_per_node: int) -
 
 
 def _known_of(emulated: Mapping[str, Any]) -> tuple[float, int]:
-    """What needs no measurement: microseconds on the way, and the bytes of a burst."""
+    """Return what needs no measurement: microseconds on the way, and the bytes of a burst."""
     megabits = emulated["link_mbit"]
     setting = Setting(rate_bps=None if megabits is None else 1e6 * megabits)
     return 1e3 * emulated["delay_ms"], setting.burst_bytes

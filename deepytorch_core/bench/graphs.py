@@ -25,7 +25,7 @@ PROBED_CALLS = 5
 
 
 class Graph(Protocol):
-    """What capturing gives; a `torch.cuda.CUDAGraph` is one."""
+    """The result of capturing; a `torch.cuda.CUDAGraph` is one."""
 
     def replay(self) -> object: ...
 

@@ -61,9 +61,9 @@ def run(count: int, world_size: int, num_bytes: int = 1 << 20, rounds: int = 3) 
 
 
 def memory_bytes() -> int:
-    """What this process has written to: its own memory and its share of what several share.
+    """Return what this process has written to: its own memory and its share of what several share.
 
-    Without the pages of files (programs, libraries), which come and go with other processes.
+    It leaves out the pages of files (programs, libraries), which come and go with other processes.
     """
     found = 0
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What `bench` is asked to measure, checked before any process starts."""
+"""Says what `bench` is to measure, and checks that before any process starts."""
 
 import dataclasses
 import json
@@ -83,7 +83,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every benchmark has: its ranks, and the two arms.
+    """The base of every benchmark: its ranks, and the two arms.
 
     `library` is the compiled code of a baseline that has any, filled in by the launcher, as is
     `scratch` unless it is given: a folder for what `caches` keep.
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def seats(self) -> list[Seat]:
-        """Where each rank lives; without emulated nodes all on one."""
+        """The place where each rank lives; without emulated nodes all on one."""
         return seats((self.world_size,)) if self.nodes is None else self.nodes.seats()
 
     def device_number(self, rank: int, found: int) -> int:
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def baseline_settings(self) -> dict[str, str]:
-        """What the record says of the baseline beyond its name."""
+        """The record's words on the baseline beyond its name."""
         return {}
 
     def caches(self, name: str) -> dict[str, str]:

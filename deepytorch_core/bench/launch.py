@@ -171,7 +171,7 @@ class _Ranks:
             process.wait()
 
     def messages(self, limit_s: float) -> Iterator[dict[str, Any]]:
-        """What the ranks send until all of them ended; raises WorkerError if one failed."""
+        """Yield what the ranks send until all of them ended; raises WorkerError if one failed."""
         pending = b""
         deadline, until = math.inf, time.monotonic() + limit_s
         reader = self._ends[0]
@@ -191,7 +191,7 @@ class _Ranks:
         self._raise_failures()
 
     def output(self, rank: int) -> str:
-        """What the rank wrote to its standard output and error."""
+        """Return what the rank wrote to its standard output and error."""
         log = self._log(rank)
         return log.read_text(errors="replace") if log.exists() else ""
 

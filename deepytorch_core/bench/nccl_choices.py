@@ -30,7 +30,7 @@ CANDIDATES = {
 DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 DEFAULT_SIZES = "16K:64M"
 LEAST_GAIN = 1.03
-"""What a choice must win over NCCL's own, as for all that deepytorch chooses."""
+"""A choice must win so much over NCCL's own, as all that deepytorch chooses."""
 _BUDGET_S = 0.1  # for each candidate at each size
 
 
@@ -54,7 +54,7 @@ class ChoicesJob(Run):
             raise BenchError("nothing to measure: --ops and --sizes need a value each")
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
-        """What torchrun would say of the rank, and that NCCL is stock."""
+        """Return what torchrun would say of the rank, and that NCCL is stock."""
         seat = self.seats[process]
         return {
             "DEEPYTORCH_ENABLED": "0",
@@ -111,7 +111,7 @@ Bind = Callable[[Operation, int], timing.Call]
 
 
 class Communicators(Protocol):
-    """What `measure` compares."""
+    """The communicators that `measure` compares."""
 
     own: Bind
     """NCCL chooses."""
@@ -174,7 +174,7 @@ def settle(
     clock: timing.Clock,
     ranks: timing.Agreement,
 ) -> tuple[list[Found], list[Found]]:
-    """What all trials gave, and the best of each case that a second measurement confirms.
+    """Return what all trials gave, and each case's best that a second measurement confirms.
 
     The best of many is often the luckiest. Runs on every rank with equal cases.
     """
@@ -211,7 +211,7 @@ def entries(
 
 
 def record(found: Sequence[Found], chosen: Sequence[Found], *, nodes: int, ranks: int) -> Record:
-    """What was found, and the table of what was chosen."""
+    """Return a record of what was found, and the table of what was chosen."""
     cases = dict.fromkeys(one.trial.case for one in found)
     table = entries(cases, chosen, nodes=nodes, ranks=ranks)
     return {

@@ -115,7 +115,7 @@ PARTS_OF_DDP: Mapping[str, str] = {
     "stock-bf16": "nothing, gradients sent as bf16 by torch's hook",
     "all-bf16": "all, gradients sent as bf16",
 }
-"""What of ours took part, in words."""
+"""Our parts that took part, in words."""
 
 TRAIN_FIELDS = (
     "bench",
@@ -298,7 +298,7 @@ arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
 
 _SOURCE = Path(__file__).resolve().parents[2]
 _PLACES = ("--json", "--plot", "--report", "--trace", "--write", "--beside", "--fuzz-record")
-# What cannot change a measurement; records themselves are written into the tree.
+# These cannot change a measurement; records themselves are written into the tree.
 _NOT_CODE = (":!docs", ":!*.md")
 
 
@@ -355,7 +355,7 @@ def describe_emulated(emulated: Mapping[str, Any]) -> str:
 
 
 def describe_rate(record: Mapping[str, Any], arm: str) -> str:
-    """What an arm of a workload trained: "4,220 tokens/s", "6.7 images/s"; "" where it has none."""
+    """Return an arm's rate of training: "4,220 tokens/s", "6.7 images/s"; "" if it has none."""
     if arm not in record["arms"]:
         return ""
     rate = record["arms"][arm]["units_per_s"]
@@ -363,7 +363,7 @@ def describe_rate(record: Mapping[str, Any], arm: str) -> str:
 
 
 def claimed(record: Mapping[str, Any], speedup: str) -> str:
-    """What is said of a speed-up: nothing, where results are wrong or losses differ."""
+    """Return what is said of a speed-up: nothing if results are wrong or losses differ."""
     return "not claimed" if record["wrong"] else speedup
 
 

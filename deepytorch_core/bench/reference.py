@@ -59,7 +59,7 @@ def fill(target: torch.Tensor, rank: int) -> None:
 
 
 def pieces(op: str, *, rank: int, world_size: int, share: int) -> Iterator[Piece]:
-    """What `rank`'s output must hold after `op`, in pieces of at most `SEGMENT` elements.
+    """Yield what `rank`'s output must hold after `op`, in pieces of at most `SEGMENT` elements.
 
     `share` is the number of elements of one rank's part: the whole buffer for all_reduce and
     broadcast, one part of the gathered buffer otherwise.

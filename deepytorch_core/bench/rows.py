@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks found out about a row; pairs are (ours, baseline).
+    """The ranks' findings about a row; pairs are (ours, baseline).
 
     `ways` are the algorithm of ours and the way of a baseline that has several ("" otherwise);
     `calls_per_graph` is None without graphs, `cpu_us` (microseconds a call) where it was not
@@ -121,7 +121,7 @@ def _serves(plan: counts.Counted, job: Job, row: Row) -> bool:
 
 
 def _short(plan: counts.Counted) -> Record:
-    """What of a row of `_core.plans()` a record keeps."""
+    """Return what a record keeps of a row of `_core.plans()`."""
     kept = ("device", "source", "measured_bytes", "algorithm", "delegated")
     of_candidate = ("algorithm", "chunk_bytes", "channels", "threads", "delegated", "median_us")
     candidates = [{name: one[name] for name in of_candidate} for one in plan["candidates"]]

@@ -42,7 +42,7 @@ _SECTION = re.compile(
 )
 _MARKER = re.compile(r"<!-- results:(begin|end)\b")
 
-# What a table of collectives shows.
+# A table of collectives shows these.
 NEEDED_FIELDS = (
     *("op", "bytes", "dtype", "world_size", "registered", "baseline", "speedup"),
     *("speedup_spread", "wrong", "machine", "versions", "commit"),
@@ -59,7 +59,7 @@ NEEDED_OF_WORKLOAD = tuple(one for one in WORKLOAD_FIELDS if one not in _OF_OURS
 
 NEEDED_OF_DDP = tuple(one for one in DDP_FIELDS if one not in OLDER_DDP)
 
-# What a table of collectives on one machine's GPUs shows beyond that.
+# A table of collectives on one machine's GPUs shows all of these.
 GPU_FIELDS = (
     *NEEDED_FIELDS,
     *("device", "cuda_graph", "algorithm", "time_us", "baseline_time_us", "cpu_us"),
@@ -199,7 +199,7 @@ def _read(path: Path) -> str:
 
 
 def kind_of(record: Record) -> str:
-    """Which table shows the record: that of its benchmark, and of its machine for collectives."""
+    """Name the table of the record: that of its benchmark, and of its machine for collectives."""
     on_gpus = record.get("device") == "cuda" and not record.get("emulated")
     if record.get("bench") == "workload" and "ours" not in record.get("arms", ("ours",)):
         return "parts"

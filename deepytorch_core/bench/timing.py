@@ -27,7 +27,7 @@ class Clock(Protocol):
 
 
 class Agreement(Protocol):
-    """What the ranks do together; the methods are called by all ranks in the same order."""
+    """The ranks' common steps; the methods are called by all ranks in the same order."""
 
     def barrier(self) -> None: ...
 
@@ -150,7 +150,7 @@ def follow(
 
 
 def divided(blocks: Sequence[Sequence[Sequence[float]]], count: int) -> list[list[list[float]]]:
-    """What `sample` returned, for one of `count` calls in each that it timed."""
+    """Return `sample`'s result for one of the `count` calls in each that it timed."""
     return [[[value / count for value in block] for block in arm_blocks] for arm_blocks in blocks]
 
 

@@ -8,7 +8,7 @@ from deepytorch_core.bench import cells
 from deepytorch_core.bench.cells import Files, Provenance, caption, line
 from deepytorch_core.bench.record import PARTS_OF_DDP, Record, claimed, describe_emulated
 
-# What is true of `bench ddp`'s older records, which don't say so.
+# This is true of `bench ddp`'s older records, which don't say so.
 OLDER_DDP: Record = {
     **{"part": "collectives", "precision": "fp32", "image_size": None},
     **{"choices": {}, "emulated": None},
@@ -124,7 +124,7 @@ def _pair(record: Record, field: str, form: str) -> str:
 
 
 def _latest(files: Files, case: Sequence[str]) -> Files:
-    """Of each case its last record; a later run replaces an earlier one."""
+    """Return the last record of each case; a later run replaces an earlier one."""
     found = {}
     for name, records in files.items():
         latest = {

@@ -10,7 +10,7 @@ from deepytorch_core.bench import cells, pairs
 from deepytorch_core.bench.record import Record, claimed, describe_emulated, describe_rate
 from deepytorch_core.decisions import is_stock
 
-# What a choice was made for begins with one of these; the part that it belongs to.
+# The thing that a choice was made for begins with one of these; each names the choice's part.
 _PARTS: Mapping[str, str] = {
     "padding-free": "no padding",
     "memory format": "channels_last",
@@ -66,7 +66,7 @@ def parts(files: cells.Files) -> str:
 
 
 def kept(record: Record) -> str:
-    """What of ours was on when the arm's steps were timed: "no padding, compiled, fused kernels".
+    """Name our parts that were on in the arm's timed steps: "no padding, compiled, fused kernels".
 
     Native collectives are named where they were a tenth of all or more.
     """
@@ -101,7 +101,7 @@ def _all(files: cells.Files) -> list[Record]:
 
 
 def _latest(files: cells.Files, baseline: str) -> cells.Files:
-    """Of each case its last record; a later run replaces an earlier one."""
+    """Return the last record of each case; a later run replaces an earlier one."""
     found = {}
     case = ("workload", "scale", "world_size", "device")
     for name, records in files.items():

@@ -14,16 +14,16 @@ from typing import Protocol
 
 # So many times as far as stock's runs from each other ours may be from stock's.
 _MOST_APART = 3.0
-# Of so few steps chance may leave the yardstick short.
+# Chance may leave the yardstick of so few steps short.
 _FEW = 16
-# What sums in another order make of a loss within some steps: a share of it, and of the largest
-# loss of all, where losses go to zero.
+# Sums in another order change a loss so much within some steps: by a share of it. Losses that go to
+# zero change by a share of the largest of all.
 _ROUNDING = 1e-3
 _ROUNDING_OF_LARGEST = 1e-6
 
 
 class Run(Protocol):
-    """What of a run is compared: see `result.Sample`."""
+    """The compared part of a run: see `result.Sample`."""
 
     @property
     def steps(self) -> int: ...
@@ -120,7 +120,7 @@ def largest_difference(
 
 
 def _otherwise(theirs: Sequence[Run], ours: Sequence[Run], whose: str) -> str | None:
-    """What differs whatever the yardstick; None if nothing does."""
+    """Say what differs by any yardstick; None if nothing does."""
     stock = theirs[0]
     for run in ours:
         if run.steps != stock.steps:
@@ -159,7 +159,7 @@ def _steps(
 def _too_far(
     theirs: Sequence[Run], ours: Sequence[Run], nudged: Sequence[Run], told: str
 ) -> str | None:
-    """Where the losses lie further apart than rounding and stock's own runs explain."""
+    """Say where losses lie further apart than rounding and stock's own runs explain."""
     numbers = range(min(len(run.losses) for run in theirs))
     stock = [_known(theirs, number) for number in numbers]
     own = [_spread(stock[number], [*stock[number], *_known(nudged, number)]) for number in numbers]

@@ -1,7 +1,7 @@
-"""What a script has made outside its view: each process keeps a journal, the comparison clears.
+"""Clears what a script has made outside its view, by a journal that each process keeps.
 
 The next run, or the user's next training, would resume from a checkpoint that a run has left. So
-every file is noted before it is there, and the checkpoints among them are removed when all of the
+every file is noted before it is there. The checkpoints among them are removed when all of the
 run's processes are gone, however they ended.
 """
 
@@ -20,7 +20,7 @@ _JOURNAL = ".made-"
 
 
 class Made:
-    """What this process and its forks have made; `path in made` says whether they have.
+    """The files that this process and its forks have made; `path in made` says whether they have.
 
     Args:
         folder: where the journal goes.
@@ -35,7 +35,7 @@ class Made:
         return self._known.get(path, _NOT) != _NOT
 
     def weights(self) -> set[str]:
-        """What of it is weights by how it was written, or by name; some may be gone."""
+        """Return those that are weights by how they were written, or by name; some may be gone."""
         return {
             path
             for path, kind in self._known.items()

@@ -89,7 +89,7 @@ def move(optimizer: Any, unit: float) -> None:
 
 
 def weights_of(optimizer: Any) -> list[torch.Tensor]:
-    """What this rank has of the weights that an optimizer trains."""
+    """Return this rank's part of the weights that an optimizer trains."""
     return [
         (one.to_local() if hasattr(one, "to_local") else one).detach()
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""What one run of the script does: read by each of its processes."""
+"""Says what one run of the script does: each of its processes reads it."""
 
 from __future__ import annotations
 

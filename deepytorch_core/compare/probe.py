@@ -49,7 +49,7 @@ _MAX_REQUESTS = 3
 _SCALED = "deepytorch_scaled"
 # How many nodes away from a backward's root a loss may have been scaled.
 _FAR = 32
-# Who runs backward and steps of its own, to try something out on saved or made-up inputs.
+# These run backward and steps of their own, to try something out on saved or made-up inputs.
 _TRIALS = (
     *("deepytorch_core.guard", "deepytorch_core.nn", "deepytorch_core.compile"),
     *("deepytorch_core.data", "deepytorch.integrations._"),
@@ -194,7 +194,7 @@ class Probe:
         return scale
 
     def _loss_of(self, root: Any) -> tuple[Any, Any]:
-        """What a backward begins at and by what it is to be divided, None for nothing."""
+        """Return what a backward begins at and by what it is to be divided, None for nothing."""
         found = _scaling_of(root) if self._has_scaled else None
         if found is None:
             return root.detach().clone(), None
@@ -241,7 +241,7 @@ class Probe:
         clock.stepped(self._last - self._steps)
 
     def _tell_progress(self) -> None:
-        """What rank 0 has measured so far, for who watches this run."""
+        """Write what rank 0 has measured so far, for who watches this run."""
         if config.rank() == 0:
             folder = Path(self._plan.folder)
             draft = folder / ".progress"
@@ -257,7 +257,7 @@ class Probe:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        # What the script does on its way out must end, too.
+        # The script's work on its way out must end, too.
         backstop = threading.Timer(_EXIT_S, os._exit, (0,))
         backstop.daemon = True
         backstop.start()
@@ -286,7 +286,7 @@ def _is_trial() -> bool:
 
 
 def _scaling_of(root: Any) -> tuple[Any, Any, bool] | None:
-    """What was scaled, by whom, and whether `root` is that; None where nothing nearby was."""
+    """Return what was scaled, by whom, and whether `root` is that; None if nothing nearby was."""
     near = deque([root.grad_fn])
     for number in range(_FAR):
         if not near:
@@ -328,7 +328,7 @@ def _number(tensor: Any) -> float:
 
 
 def _tuned(plan: Plan) -> dict[str, Any]:
-    """Which script this is, and what `deepytorch tune` could set in its frameworks."""
+    """Return which script this is, and what `deepytorch tune` could set in its frameworks."""
     from deepytorch_core.tune import in_force, start
 
     asked = {name: vars(one) for name, one in in_force.asked().items()}

@@ -1,4 +1,4 @@
-"""What the runs of a script say when they are put side by side."""
+"""Tells what the runs of a script say when they are put side by side."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Sample:
 
 
 def read(arm: str, folder: Path, world_size: int) -> Sample:
-    """What the ranks of a run left in `folder`, over the steps that all of them took.
+    """Read what a run's ranks left in `folder`, over the steps that all of them took.
 
     Raises CompareError when a rank left nothing, and when only some of them took steps.
     """
@@ -128,7 +128,7 @@ def _are_alike(weights: Sequence[float | None]) -> bool | None:
 
 
 def no_steps(arm: str, ranks: Sequence[int], world_size: int) -> str:
-    """What to say where `ranks` take no steps though others do, which are stopped after theirs."""
+    """Return what to say if `ranks` take no steps, though others do and are stopped after those."""
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return (
         f"{arm}: {which} of {world_size} took no optimizer step, where others took theirs and were "
@@ -204,7 +204,7 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
 
 
 def _setup_cost_s(first: Sample, theirs: Sequence[Sample], ours: Sequence[Sample]) -> float | None:
-    """What `ours` need more until the warm-up is over; None if only the `first` run could tell.
+    """Return `ours`' extra time until the warm-up is over; None if only the `first` run could tell.
 
     That one has filled caches which all others find filled: of files, of torch's compiler.
     """

@@ -46,7 +46,7 @@ _CHANGES = {
 }
 # How torch names the folders that its compiler keeps for the user.
 _COMPILERS = f"{os.sep}torchinductor_"
-# What libraries keep for the user: those, the Hugging Face Hub's, and what is called so.
+# Libraries keep these for the user: those, the Hugging Face Hub's, and what is called so.
 _CACHES = re.compile(f"{_COMPILERS}|/models--|/datasets--|/[^/]*cache", re.IGNORECASE)
 _CACHE_VARIABLES = (
     *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE", "XDG_CACHE_HOME"),
@@ -69,7 +69,7 @@ class Saves:
         self._began = plan.began
         self._patches = Patches()
         self._own_work = threading.local()
-        # Where the script writes into nothing that stays.
+        # The script's files there don't stay.
         own = os.path.realpath(plan.folder)
         self._scratch = (self._view, self._outside, own, "/dev", "/proc")
         self._moved: set[str] = set()
@@ -94,7 +94,7 @@ class Saves:
             replace(owner, "save", self._with(self.place, 1, "f"))
         for owner in (torch, torch.serialization, torch.jit):
             replace(owner, "load", self._with(self._found, 0, "f"))
-        # What torch.export, torch.package and torch.save's other callers write through.
+        # torch.export, torch.package and torch.save's other callers write through these.
         replace(torch._C.PyTorchFileWriter, "__init__", self._with(self.place, 1, "file_name"))
         replace(torch._C.PyTorchFileReader, "__init__", self._with(self._found, 1, "arg0"))
         for kind in (torch._C.ScriptModule, torch._C.ScriptFunction):
@@ -111,7 +111,7 @@ class Saves:
         sys.addaudithook(self._watch)
 
     def place(self, path: _Path) -> str:
-        """Where weights go that the script writes to `path`."""
+        """Return where the weights go that the script writes to `path`."""
         path = workspace.located(os.fsdecode(path))
         if self._is_scratch(path):
             self._make_own(path, keeps_content=False)
@@ -187,7 +187,7 @@ class Saves:
         return self._is_real(path) or self._was_there(path)
 
     def _found(self, path: _Path) -> Any:
-        """Where a file lies that may have been redirected, by this rank or another."""
+        """Return where a file lies that this rank or another may have redirected."""
         place = workspace.located(os.fsdecode(path))
         if self._is_scratch(place):
             return path
@@ -251,7 +251,7 @@ class Saves:
                 self._changing(workspace.located(os.fsdecode(args[0])), verb)
 
     def _losing(self, path: Any, folder: int | None, verb: str) -> None:
-        # What is in a tree is named within its folder: the tree is judged as a whole.
+        # Files in a tree are named within its folder: the tree is judged as a whole.
         if _is_named(path, folder):
             self._refuse_loss(workspace.located(os.fsdecode(path)), verb)
 
@@ -284,7 +284,7 @@ class Saves:
         return self._is_scratch(path) or self._is_cached(path)
 
     def _renaming(self, source: str, target: str) -> None:
-        """What this run has made is so under its new name, what it has not made is not."""
+        """Move this run's marks to new names; a name that an older file takes loses its mark."""
         sources = [source]
         if os.path.isdir(source) and not os.path.islink(source):
             sources = list(_files(source))
@@ -297,7 +297,7 @@ class Saves:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """What this thread does meanwhile is not the script's."""
+        """Mark what this thread does meanwhile as not the script's."""
         before, self._own_work.is_on = self._is_copying, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Which files could be a model's weights, and which say how these are to be read."""
+"""Tells which files could be a model's weights, and which say how these are to be read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import PurePath
 
 TORCH = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
-"""What the names of PyTorch's own checkpoints end in."""
+"""The endings of the names of PyTorch's own checkpoints."""
 
 _KNOWN = {
     *TORCH,
     *(".pt2", ".ot", ".mar", ".onnx", ".gguf", ".model", ".nemo", ".keras", ".msgpack"),
     *(".pkl", ".pickle", ".joblib", ".npy", ".npz", ".h5", ".hdf5"),
 }
-# What scripts write at every start, whatever it begins with: a zip is also a spreadsheet.
+# Scripts write these at every start, whatever a file begins with: a zip is also a spreadsheet.
 _OTHERS = {
     *(".txt", ".log", ".out", ".err", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".yml", ".toml"),
     *(".md", ".html", ".xml", ".py", ".ipynb", ".png", ".jpg", ".gif", ".svg", ".pdf", ".mp4"),
@@ -31,7 +31,7 @@ _POINTERS = {
     ".metadata",  # of torch.distributed.checkpoint
 }
 _PICKLES = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
-# Of what torch.save writes: the magic number before 1.6, and the zip's first member since.
+# These mark files of torch.save: the magic number before 1.6, the zip's first member since.
 _TORCHS_OWN = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _ZIP, _ZIP_NAME, _MEMBER = b"PK\x03\x04", 30, b"/data.pkl"
 _HEADS = (_ZIP, b"\x89HDF\r\n", b"\x93NUMPY", b"GGUF")

@@ -78,7 +78,7 @@ def _is_no_script(entry: os.DirEntry[str]) -> bool:
 
 
 def _goal(entry: os.DirEntry[str], source: Path, view: Path) -> Path:
-    """Where a link to `entry` leads: what is itself a link within `source` stays one in `view`."""
+    """Return where a link to `entry` leads: a link within `source` stays one in `view`."""
     if entry.is_symlink():
         real = Path(os.path.realpath(entry.path))
         if real.is_relative_to(source):
@@ -129,7 +129,7 @@ def source_of(view: str) -> str | None:
 
 
 def original(path: str, view: str) -> str:
-    """What a path in `view` stands for in the folder that it is a view of; others as they are."""
+    """Return the path in the viewed folder for one in `view`, and others as they are."""
     view, source = os.path.realpath(view), source_of(view)
     if source is None or not is_within(path, view):
         return path
@@ -142,7 +142,7 @@ def is_within(path: str, folder: str) -> bool:
 
 
 def located(path: str) -> str:
-    """Where `path` itself lies, behind links to folders; a link at its end is not followed."""
+    """Return where `path` itself lies, behind links to folders; one at its end isn't followed."""
     folder, name = os.path.split(path.rstrip(os.sep))
     if name in ("", os.curdir, os.pardir):
         return os.path.realpath(path)

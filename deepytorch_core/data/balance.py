@@ -45,7 +45,7 @@ class Imbalance:
 
     @classmethod
     def of(cls, loads: Sequence[tuple[Load, Load]]) -> Imbalance:
-        """Of the stock arrangement and ours in each step."""
+        """Compute it from the stock arrangement's loads and ours in each step."""
         mean = sum(stock.mean for stock, _ in loads)
         if not mean:
             return cls(1, 1, 0)
@@ -264,15 +264,15 @@ class TokenBalancedBatchSampler(BatchSampler):
             number += step.num_slots
 
     def imbalance(self, num_steps: int = _REPORTED_STEPS) -> Imbalance:
-        """What the first `num_steps` steps of this epoch cost the heaviest rank.
+        """Return what the first `num_steps` steps of this epoch cost the heaviest rank.
 
-        Draws an order of its own: with a sampler that has no `set_epoch` (a RandomSampler) that
+        It draws an order of its own: with a sampler that has no `set_epoch` (a RandomSampler) that
         is another one than the next epoch's.
         """
         return self._imbalance(self._dealing.settled(full_order(self.sampler)), num_steps)
 
     def state_dict(self, *, batches: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, for `load_state_dict`.
+        """Return where the epoch stands, for `load_state_dict`.
 
         Args:
             batches: micro-batches that this rank's loop has finished; default: as many as were
@@ -368,7 +368,7 @@ class TokenBalancedBatchSampler(BatchSampler):
         return Imbalance.of(loads)
 
     def _plan(self) -> dict[str, Any]:
-        """What has to be the same for a state to fit."""
+        """Return what has to be the same for a state to fit."""
         digest = hashlib.sha256(array.array("d", self._costs).tobytes()).hexdigest()
         dealing = self._dealing
         return {

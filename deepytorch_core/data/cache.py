@@ -1,4 +1,4 @@
-"""What frozen encoders compute, computed once: latents of images, embeddings of texts.
+"""Keeps outputs of frozen encoders, computed once: latents of images, embeddings of texts.
 
 A frozen encoder gives the same for the same sample in every epoch. A cache keeps it by sample (and
 crop), in memory and, with a folder, on disk for the next run and the other ranks of the node. For a
@@ -181,7 +181,7 @@ class EncoderCache:
         return entry
 
     def _say_computed_again(self, why: str) -> None:
-        """Of the first only: there may be as many as samples."""
+        """Say that of the first only: there may be as many as samples."""
         if not self._said:
             say_once(f"{self.name}: {why}: computed again", level="warning")
         self._said = True
@@ -249,7 +249,7 @@ def sample_posterior(
 
 
 def posterior(distribution: Any) -> Encoded:
-    """What to keep of a VAE: of an object with `mean` and `std` (diffusers' `latent_dist`)."""
+    """Return what to keep of a VAE: an object with `mean` and `std` (diffusers' `latent_dist`)."""
     return {"mean": distribution.mean, "std": distribution.std}
 
 
@@ -292,7 +292,7 @@ def _versions(encoder: nn.Module) -> list[tuple[int, torch.dtype]]:
 
 
 def _form(entry: Encoded) -> tuple[tuple[str, str, int], ...]:
-    """What all samples' outputs have in common: names, dtypes and numbers of dimensions."""
+    """Return what all samples' outputs share: names, dtypes and numbers of dimensions."""
     return tuple(sorted((name, str(value.dtype), value.dim()) for name, value in entry.items()))
 
 

@@ -28,7 +28,7 @@ def write(path: Path, key: str, entry: dict[str, torch.Tensor]) -> None:
 
 
 def read(path: Path, key: str) -> dict[str, torch.Tensor]:
-    """What `write` wrote for `key`. Raises ValueError for anything else, OSError where it must."""
+    """Read what `write` wrote for `key`. Raises ValueError for all else, OSError where it must."""
     if (untrusted := why_not_believed(path.parent)) is not None:
         raise ValueError(untrusted)
     try:

@@ -1,4 +1,4 @@
-"""Which samples stock training takes for each optimizer step, and which rank and batch gets them.
+"""Tells which samples stock training takes for a step, and which rank and batch gets them.
 
 Two ways of dealing are common. A DistributedSampler deals out single samples: rank r takes samples
 r, r + n, r + 2n ... of the epoch's order and batches them by itself. Accelerate, and so Trainer,

@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 
 class Packing:
-    """Where the tokens of a batch of shape [batch, width] lie.
+    """The places of the tokens of a batch of shape [batch, width].
 
     Attributes:
         indices: int64 [tokens], the tokens' places in the flattened batch, ascending.

@@ -16,7 +16,7 @@ _REFINEMENTS = 4
 
 @dataclass(frozen=True)
 class TokenCost:
-    """What a micro-batch costs: `linear * sum(length) + quadratic * sum(length ** 2)`.
+    """The cost of a micro-batch: `linear * sum(length) + quadratic * sum(length ** 2)`.
 
     The linear term is matrix work, the quadratic one attention. A decoder layer of width h spends
     about 24 h**2 + 4 h * length operations on a token, so quadratic / linear = 1 / (6 h).
@@ -70,7 +70,7 @@ def _refine(groups: list[list[int]], totals: list[float], costs: Sequence[float]
     heavy = max(range(len(groups)), key=lambda number: totals[number])
     light = min(range(len(groups)), key=lambda number: totals[number])
     gap = totals[heavy] - totals[light]
-    # What changes hands halves the gap at best; a millionth of it is rounding.
+    # An exchange halves the gap at best; a millionth of it is rounding.
     best, chosen = gap * (1 - 1e-6), None
     for given in groups[heavy]:
         takes: list[int | None] = [*groups[light]]

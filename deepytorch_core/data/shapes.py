@@ -18,7 +18,7 @@ _TOP_HEADROOM = 1.3  # of the last size, as larger batches are still to come
 
 
 class Shape(NamedTuple):
-    """What a packed batch is filled up to."""
+    """The shape that a packed batch is filled up to."""
 
     num_tokens: int
     num_sequences: int

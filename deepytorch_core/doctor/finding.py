@@ -1,4 +1,4 @@
-"""What a check found: one line for people."""
+"""Holds what a check found: one line for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the checks look: files below a root, the environment, and what a child process knows."""
+"""Shows the checks a machine: files below a root, the environment, a child process's knowledge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deepytorch_core.topology import Topology
 
 LIMIT_S = 8.5
-"""What asking torch and the GPUs may take, of the ten seconds that all checks may."""
+"""Asking torch and the GPUs may take so many of the ten seconds that all checks may."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Machine:
             return None
 
     def entries(self, name: str) -> list[Path]:
-        """What is in a folder, in order of names; nothing when there is no such folder."""
+        """Return what is in a folder, in order of names; nothing when there is no such folder."""
         try:
             return sorted(self.path(name).iterdir())
         except OSError:
@@ -91,14 +91,14 @@ class Machine:
 
     @cached_property
     def gpu_states(self) -> tuple[GpuState, ...]:
-        """What nvidia-smi says of each GPU; nothing where there is none."""
+        """The words of nvidia-smi on each GPU; nothing if there is none."""
         from deepytorch_core.doctor import smi
 
         return smi.ask()
 
     @cached_property
     def torch(self) -> TorchFacts:
-        """What torch says, in a process of its own."""
+        """The words of torch, from a process of its own."""
         from deepytorch_core.doctor import torch_facts
 
         return torch_facts.ask(self.limit_s)

@@ -105,7 +105,7 @@ def chosen(only: Sequence[str]) -> tuple[Check, ...]:
 
 
 def examine(machine: Machine, checks: Sequence[Check]) -> Iterator[Finding]:
-    """What the checks find, in their order, as soon as it is known. Never raises."""
+    """Yield what the checks find, in their order, as soon as it is known. Never raises."""
     if any(check.asks_torch for check in checks):
         machine.begin()
     for check in checks:

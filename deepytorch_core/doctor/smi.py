@@ -1,4 +1,4 @@
-"""What nvidia-smi says of the GPUs: power state, clocks, temperature, why clocks are held down."""
+"""Asks nvidia-smi for the GPUs' power state, clocks, temperature, and why clocks are held down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job find out together: the link, the path's MTU, whether versions agree.
+"""Has a job's ranks find out together: the link, the path's MTU, whether versions agree.
 
 Under a launcher every rank comes here. The first rank of each node measures, nodes in pairs; rank 0
 gathers what all found. Nothing is sent to anybody but the job's ranks.
@@ -31,7 +31,7 @@ _STEP_LIMIT_S = 20.0
 
 @dataclass(frozen=True)
 class Together:
-    """What rank 0 knows of all; other ranks have only `is_leader`, the first of its node."""
+    """Rank 0's knowledge of all; other ranks have only `is_leader`, the first of its node."""
 
     is_leader: bool = True
     links: tuple[Link, ...] = ()
@@ -129,7 +129,7 @@ class Job:
         return everything
 
     def _paths(self, pairs: list[list[int]], errors: list[str]) -> Together:
-        """What all pairs found of their paths, both ways."""
+        """Collect what all pairs found of their paths, both ways."""
         paths = []
         for number, pair in enumerate(pairs):
             for sender in pair:
@@ -200,7 +200,7 @@ class Job:
 
 
 def _here(machine: Machine) -> dict[str, Any]:
-    """What others need to know of this rank; `error` is why it has no address."""
+    """Return what others need to know of this rank; `error` is why it has no address."""
     from deepytorch_core.network import rdma
 
     error, address, interface, mtu = "", "", "", 0

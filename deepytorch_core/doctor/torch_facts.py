@@ -1,8 +1,8 @@
-"""What torch says of itself and of the GPUs, asked in a process of its own.
+"""Asks torch about itself and the GPUs, in a process of its own.
 
 A copy between GPUs can hang for good where the platform is set up wrongly, and loading a broken
 torch can end the process. So neither happens in ours: the child (`torch_probe`) writes a line for
-each thing that it found, and is ended when its time is over. What it was about to do then is known.
+each thing that it found, and is ended when its time is over. The step that it was at is known then.
 """
 
 from __future__ import annotations

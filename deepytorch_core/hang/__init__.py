@@ -1,1 +1,1 @@
-"""Which rank a job waits for, and why: from the flight records of all ranks, in one sentence."""
+"""Says in one sentence which rank a job waits for, and why, from all ranks' flight records."""

@@ -10,7 +10,7 @@ from deepytorch_core.hang import evidence, processes, record, stacks
 from deepytorch_core.hang.evidence import Rank
 from deepytorch_core.hang.record import Record, RecordError
 
-# What travels and is shown of a record: the newest operations of each group, and all unfinished.
+# So many of each group's newest operations travel and are shown, beside all unfinished ones.
 _TAIL = 64
 
 

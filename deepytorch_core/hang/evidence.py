@@ -1,4 +1,4 @@
-"""What is known of each rank when a job hangs: plain values, which travel as JSON."""
+"""Holds all that is known of each rank when a job hangs: plain values, which travel as JSON."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ FIRST, AGAIN, GENTLY = "first", "again", "gently"
 ANSWER_LIMIT_S = 5.0
 # All of it, with looking for a process that takes the question.
 _LIMIT_S = 8.0
-# Who has not taken a question for so long may hold the GIL: the next is asked as well.
+# A process that takes no question for so long may hold the GIL: the next is asked as well.
 _TURN_S = 0.7
 _POLL_S = 0.02
 _CHECK_S = 0.2  # so often, whether who was asked is still there
@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"[0-9a-f]{1,32}")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and how: FIRST, AGAIN or GENTLY.
+    """A question to a process, and how it is asked: FIRST, AGAIN or GENTLY.
 
     `until` is on the system's monotonic clock: later nobody waits for the answer.
     """
@@ -67,7 +67,7 @@ class Desk:
             os.close(reading)
             os.close(writing)
             raise
-        # Who asks empties the file first, so each answer begins where the file then ends.
+        # A process that asks empties the file first: each answer begins where the file then ends.
         fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
         self._descriptors: tuple[int, ...] = (reading, writing, memory)
         _desks.add(self)
@@ -95,7 +95,7 @@ class Desk:
         return found
 
     def reply(self, question: Question, ranks: Sequence[Rank], *, problem: str = "") -> None:
-        """What is known of other nodes' ranks, or why they could not be asked."""
+        """Write what is known of other nodes' ranks, or why they could not be asked."""
         texts = [evidence.to_json(one) for one in ranks]
         self._write({"token": question.token, "ranks": texts, "problem": problem})
 
@@ -144,7 +144,7 @@ def _question(line: bytes) -> Question | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the other nodes said: evidence of their ranks, or `problem`: why there is none."""
+    """The other nodes' words: evidence of their ranks, or `problem`: why there is none."""
 
     ranks: tuple[Rank, ...] = ()
     problem: str = ""
@@ -156,9 +156,9 @@ class Answer:
 
 
 def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> Answer:
-    """What ranks on other nodes do, through the first of these processes that takes the question.
+    """Ask what ranks on other nodes do, by the first of these processes that takes the question.
 
-    Takes at most `limit_s` seconds and raises nothing.
+    It takes at most `limit_s` seconds and raises nothing.
     """
     deadline = time.monotonic() + limit_s
     token = secrets.token_hex(8)
@@ -253,7 +253,7 @@ def _put(pid: int, question: bytes) -> _Asked | None:
 
 
 def _read(descriptor: int, token: str) -> list[dict[str, object]]:
-    """What the file holds by now of the answer to this question."""
+    """Return what the file holds by now of the answer to this question."""
     size = min(os.fstat(descriptor).st_size, _MOST_BYTES)
     data = os.pread(descriptor, size, 0)
     found = []

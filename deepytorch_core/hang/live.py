@@ -141,9 +141,9 @@ def join(store: Any, *, rank: int, size: int) -> Callable[[], None]:
     if size > 1:
         pid = os.getpid()
         try:
-            # Whoever comes first names the job.
+            # The rank that comes first names the job.
             job = stores.first(own, "job", job)
-            # Of a group that was before over the same store, operations had the same numbers.
+            # A former group over the same store gave its operations the same numbers.
             prefix = f"deepytorch/hang/{job}/{own.add(f'joined/{rank}', 1)}"
             own = PrefixStore(prefix, store_limit.server_below(store) or store)
             own.set(f"who/{rank}", json.dumps([pid, processes.start_time(pid), _node()]))
@@ -191,7 +191,7 @@ def _leave(home: _Home) -> None:
 
 
 def explainer(group: str) -> Callable[[str], str]:
-    """What a group's backend calls with the words of a failure, for the sentence to put first."""
+    """Return what a group's backend calls with a failure's words, for the sentence to put first."""
 
     def explain(failure: str) -> str:
         return explain_failure(group, failure)
@@ -200,10 +200,10 @@ def explainer(group: str) -> Callable[[str], str]:
 
 
 def explain_failure(group: str, failure: str) -> str:
-    """Who kept this rank waiting in the operation of `group` that has just failed.
+    """Say who kept this rank waiting in the operation of `group` that has just failed.
 
-    Empty where that can't be said: then the failure speaks for itself. Takes a few seconds at most
-    and raises nothing.
+    The text is empty if that can't be said: then the failure speaks for itself. This takes a few
+    seconds at most and raises nothing.
     """
     home = _home
     try:
@@ -230,9 +230,9 @@ def explain_failure(group: str, failure: str) -> str:
 
 
 def whereabouts(ranks: Iterable[int]) -> str:
-    """What the first of these ranks that this node knows of does: "rank 1: it is in ...".
+    """Say what the first of these ranks that this node knows of does: "rank 1: it is in ...".
 
-    Empty where nothing is known. Raises nothing.
+    The text is empty if nothing is known. This raises nothing.
     """
     if _home is not None:
         with contextlib.suppress(Exception):  # who asks has an error of its own to tell
@@ -280,7 +280,7 @@ def _failed_operation(group: str) -> evidence.Operation | None:
 
 
 def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | None) -> str:
-    """What all ranks agree on of the operation that failed; None: of a kernel that gave up."""
+    """Return what all ranks agree on of the failed operation; None is a kernel that gave up."""
 
     def judge(ranks: Iterable[Rank]) -> verdict.Verdict:
         if operation is None:
@@ -358,7 +358,7 @@ def _ended(home: _Home, here: Iterable[Rank]) -> list[Rank]:
 
 
 def _unreachable(store: Any) -> str:
-    """What to say where the store's server does not answer; empty where it does.
+    """Return what to say if the store's server does not answer; empty if it does.
 
     Torch's own connection would be tried for as long as the store's timeout says, which is minutes.
     """
@@ -455,7 +455,7 @@ def _end() -> None:
 
 
 def _listen(home: _Home) -> None:
-    """What a process does all the time for those that ask: on other nodes, and on its own."""
+    """Serve all the time those that ask: on other nodes, and on this process's own."""
     from torch._C._distributed_c10d import PrefixStore
 
     number = 1
@@ -566,7 +566,7 @@ def _await_answers(store: Any, absent: list[int]) -> list[Rank]:
 
 
 def _said(store: Any, rank: int) -> Rank | None:
-    """What a rank's node said of it in this case; None where it said nothing."""
+    """Return what a rank's node said of it in this case; None if it said nothing."""
     if told := stores.there(store, f"rank/{rank}"):
         with contextlib.suppress(ValueError):
             one = evidence.from_json(told)
@@ -575,7 +575,7 @@ def _said(store: Any, rank: int) -> Rank | None:
 
 
 def _without_answer(store: Any, rank: int, limit_s: float = _ANSWER_LIMIT_S) -> Rank:
-    """What is known of a rank that did not answer: what it said of itself at the start."""
+    """Return what is known of a rank that did not answer: its own words at the start."""
     if not store.check([f"who/{rank}"]):
         return Rank(rank, process=evidence.MISSING, detail=": it never joined the job")
     pid, started, node = json.loads(store.get(f"who/{rank}"))

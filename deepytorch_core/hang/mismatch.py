@@ -22,7 +22,7 @@ from deepytorch_core.hang import stacks
 def comparer(
     store: Any, group: str, rank: int, size: int, *, limit_s: float
 ) -> Callable[[str], None]:
-    """What a group's backend calls with a collective's description before it starts it.
+    """Return what a group's backend calls with a collective's description before it starts it.
 
     Args:
         store: the group's torch Store.

@@ -1,4 +1,4 @@
-"""What the system says of a process, by /proc; nothing where that is not there, or not ours."""
+"""Reads what the system says of a process in /proc: nothing if that is not there, or not ours."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def state(pid: int) -> tuple[str, str]:
 
 
 def main_thread(pid: int) -> str:
-    """What a process's main thread does as the system sees it, for one that gave no Python stack.
+    """Say what a main thread does as the system sees it, for a process that gave no Python stack.
 
-    "its main thread waits in the kernel (futex_wait)"; empty where the system doesn't say.
+    "its main thread waits in the kernel (futex_wait)"; empty if the system doesn't say.
     """
     try:
         letter = _stat(f"{pid}/task/{pid}")[0]
@@ -46,7 +46,7 @@ def main_thread(pid: int) -> str:
 
 
 def ancestors(pid: int) -> list[int]:
-    """Who started the process, who started that one, and so on; the next first."""
+    """Return the process's parent, that one's parent, and so on; the next first."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         while (pid := int(_stat(pid)[1])) > 0:

@@ -105,7 +105,7 @@ def _copy_of(pid: int) -> bytes:
 
 
 def _copy(descriptor: int) -> bytes:
-    # What another process still writes can't change under our checks.
+    # We check a copy: another process still writes to the file itself.
     size = os.fstat(descriptor).st_size
     if not _HEADER.size <= size <= _MOST_BYTES:
         raise RecordError(f"a flight record of {size} bytes")

@@ -21,7 +21,7 @@ from pathlib import Path
 from deepytorch_core.hang import answer, evidence, processes, record
 
 _POLL_S = 0.01
-# Who has slept for so long will not get the GIL soon: Python hands it on every 5 ms.
+# A thread that has slept for so long won't get the GIL soon: Python hands it on every 5 ms.
 _MOST_NAPS = 75
 # A page fault is a wait in the kernel, too: it is over when one looks again.
 _MOST_FAULTS = 10

@@ -1,8 +1,8 @@
-"""Which rank of a node begins its collectives last, by the flight records of all of them.
+"""Finds the rank of a node that begins its collectives last, by all their flight records.
 
-For what the core can't time: operations on GPUs and those of the stock backend. A record says when
-the program called an operation, so this tells a rank whose program comes late (its data, its
-processor) and says nothing of a GPU that is slow.
+This serves operations that the core can't time: those on GPUs and of the stock backend. A record
+says when the program called an operation. So this tells a rank whose program comes late (its data,
+its processor) and says nothing of a GPU that is slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepytorch_core.hang.record import Calls, RecordError
 
 @dataclass(frozen=True)
 class Starts:
-    """Who came last to the newest collectives of a group that ranks of one node have in common.
+    """The last to come to a group's newest collectives that ranks of one node have in common.
 
     Attributes:
         group: the group's name.

@@ -69,7 +69,7 @@ def _row(one: Rank, found: Verdict) -> tuple[str, ...]:
 
 
 def current(one: Rank) -> Operation | None:
-    """What the rank is in, or else what has just failed."""
+    """Return the operation that the rank is in, or else the one that has just failed."""
     inside = [each for each in one.operations if each.state == evidence.ENTERED]
     if inside:
         return min(inside, key=lambda each: (each.is_message, each.asynchronous))

@@ -17,7 +17,7 @@ from deepytorch_core.hang import evidence
 from deepytorch_core.hang.evidence import Frame, Group, Operation, Place, Rank
 
 VERSION = "2.10"
-"""Of the dump's layout, which torch 2.13 writes."""
+"""The version of the dump's layout, which torch 2.13 writes."""
 PREFIX = "deepytorch_trace_"
 
 _NAMES = {

@@ -64,7 +64,7 @@ def judge(
     gave_up: str | None = None,
     least_s: float = 0.0,
 ) -> Verdict:
-    """Who keeps the job waiting, from what is known of its ranks.
+    """Judge who keeps the job waiting, from what is known of its ranks.
 
     Args:
         ranks: evidence of as many ranks as there is; a rank that should be there and is not may
@@ -169,7 +169,7 @@ class _Case:
                 return self._crossed(path[first:])
             wait = following
 
-    # Who waits.
+    # These find the ranks that wait.
 
     def _wait_of(self, rank: Rank) -> Wait | None:
         """The operation that holds this rank: the oldest, of those that it waits for itself.
@@ -297,7 +297,7 @@ class _Case:
         return None
 
     def _messages_to(self, wait: Wait, rank: int, peer: int) -> list[Operation]:
-        """What `rank` sends to `peer` or receives from it in the group of `wait`, unfinished."""
+        """Return what `rank` sends to or receives from `peer` in `wait`'s group, unfinished."""
         known = self.ranks.get(rank)
         places = (evidence.ANY_RANK, wait.members.index(peer))
         return [
@@ -310,7 +310,7 @@ class _Case:
             and self._is_inside(each)
         ]
 
-    # What to say.
+    # These choose the words.
 
     def _never_entered(self, wait: Wait, free: Sequence[int]) -> Verdict:
         operation = wait.operation

@@ -1,7 +1,7 @@
-"""Who keeps this process waiting, said while it waits: its time limit may be half an hour or more.
+"""Says who keeps this process waiting while it waits, which its limit may allow for half an hour.
 
 A thread wakes up every few seconds and asks the core for how long this process has been in an
-operation. Most of the time that is all. Where it is long, the first of this node's ranks that wait
+operation. Most of the time that is all. If it is long, the first of this node's ranks that wait
 reads the flight records of all and prints the verdict, once and then more and more rarely. A
 group's first operation, where its ranks meet, is told of soon. Nothing is ended by that: a rank
 that prepares its data for a quarter of an hour is none of our business.

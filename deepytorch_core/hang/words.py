@@ -62,7 +62,7 @@ def signature(known: Operation) -> object:
 
 
 def state(known: Rank) -> str:
-    """What this rank does instead, as half a sentence."""
+    """Say what this rank does instead, as half a sentence."""
     if known.process == evidence.STOPPED:
         return (
             f"it is stopped by a signal (SIGSTOP or Ctrl-Z): kill -CONT {known.pid} lets it go on"
@@ -85,7 +85,7 @@ def state(known: Rank) -> str:
 
 
 def place(known: Rank) -> str:
-    """Where its main thread is; empty where that is not known."""
+    """Return where its main thread is; empty if that is not known."""
     found = stacks.where(known.frames)
     return frame(found) if found is not None else ""
 
@@ -112,7 +112,7 @@ def frame(known: evidence.Frame) -> str:
 
 
 def message_not_answered(known: Operation, waiting: int, *, any_of: int) -> str:
-    """What a peer did not do about a rank's send or receive."""
+    """Say what a peer did not do about a rank's send or receive."""
     done = "sent to" if known.op == "recv" else "received from"
     if known.root == evidence.ANY_RANK and any_of > 1:
         return f"and {any_of - 1} others never sent to rank {waiting}, which receives from any rank"

@@ -1,1 +1,1 @@
-"""What lies between nodes: its measured rate, delay and caps, and what NCCL is told about it."""
+"""Handles the network between nodes: its measured rate, delay and caps, and NCCL's settings."""

@@ -1,4 +1,4 @@
-"""What other nodes know this machine by: its name, its address and the interface that has it."""
+"""Finds how other nodes know this machine: its name, its address and the interface that has it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import time
 
 SECRET_BYTES = 32
 LIMIT_S = 5.0
-"""What a greeting may take; who is not done by then is a stranger."""
+"""A greeting may take so long; a peer that is not done by then is a stranger."""
 
 _MAGIC, _VERSION = b"DPTM", 1
 _NONCE_BYTES = 32

@@ -1,4 +1,4 @@
-"""What is known of the link between two nodes, and the file that keeps it between runs."""
+"""Holds what is known of the link between two nodes, and the file that keeps it between runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Link:
 
     @property
     def flow_cap_bps(self) -> float | None:
-        """What one connection is limited to; None where one is not, or where a core limits it."""
+        """The limit of one connection; None if it has none, or a core limits it."""
         capped = self.rates_bps[1] > _CAP_SHOWS * self.rates_bps[0]
         return self.rates_bps[0] if capped and self.busy_cores < _CPU_BOUND else None
 
@@ -102,7 +102,7 @@ def worst(links: Sequence[Link]) -> Link:
 
 
 def recall(path: Path, key: str) -> Link | None:
-    """What the file knows of this pair of machines; None when nothing, or nothing recent."""
+    """Return what the file knows of this pair of machines; None when nothing, or nothing recent."""
     entry = _read(path).get(key, {})
     try:
         if time.time() - entry["measured_at"] > _KEPT_S:
@@ -113,7 +113,7 @@ def recall(path: Path, key: str) -> Link | None:
 
 
 def latest(path: Path) -> Link | None:
-    """What was measured last, of whichever pair; None when nothing recent is known."""
+    """Return what was measured last, of any pair; None when nothing recent is known."""
     known = _read(path)
     found = [
         (entry["measured_at"], link) for key, entry in known.items() if (link := recall(path, key))

@@ -1,4 +1,4 @@
-"""Which of NCCL's settings follow from a measured link and the network adapters: pure functions.
+"""Chooses NCCL's settings by a measured link and the network adapters: pure functions.
 
 NCCL opens one TCP connection for each of its channels and peers, and starts with few channels
 where it takes the link for slow. Under a cap per connection, as clouds have it, the link then stays

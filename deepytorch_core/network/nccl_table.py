@@ -27,12 +27,12 @@ BY_HAND = {
     *("NCCL_TUNER_PLUGIN", "NCCL_TUNER_CONFIG_FILE", "NCCL_ALGO", "NCCL_PROTO"),
     "DEEPYTORCH_NCCL_TABLE",
 }
-"""Whoever sets one of these chooses by hand."""
+"""A user who sets one of these chooses by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What to use for a collective of `first_bytes` to `last_bytes` (inclusive, as NCCL counts).
+    """The choice for a collective of `first_bytes` to `last_bytes` (inclusive, as NCCL counts).
 
     `nodes` and `ranks` are the communicator's, 0 is any; `channels` 0 leaves them to NCCL. Raises
     ValueError for names or numbers that make no sense.
@@ -85,7 +85,7 @@ def read(path: Path) -> list[Entry]:
 
 
 def plugin() -> Path:
-    """Where the plugin is installed. Raises RuntimeError when it is not."""
+    """Return where the plugin is installed. Raises RuntimeError when it is not."""
     from deepytorch_core import _core
 
     path = Path(_core.__file__).with_name("libnccl-tuner-deepytorch.so")

@@ -61,7 +61,7 @@ class Echo:
 
     @property
     def port(self) -> int:
-        """Where packets are to be sent."""
+        """The port that packets are to be sent to."""
         return int(self._socket.getsockname()[1])
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def _collect(asking: socket.socket, secret: bytes, arrived: set[int], *, wanted:
 
 
 def _head(size: int, secret: bytes, role: bytes) -> bytes:
-    """What a packet begins with; one seen on the way proves nothing in the other direction."""
+    """Return a packet's head; one seen on the way proves nothing in the other direction."""
     text = b"deepytorch packet " + role + struct.pack("!I", size)
     return _HEAD.pack(hmac.digest(secret, text, "sha256"), size)
 

@@ -73,7 +73,7 @@ def _of_nodes(store: Any, *, rank: int, size: int, measure: bool) -> Choice:
 
 
 def _of_table() -> Choice:
-    """What makes NCCL go by the table of measured choices, if there is one that can be used."""
+    """Return what makes NCCL go by the table of measured choices, if one can be used."""
     try:
         return nccl_table.choose(config.cache_dir() / nccl_table.FILE, set(config.nccl_settings()))
     except (OSError, RuntimeError, ValueError) as error:
@@ -84,9 +84,9 @@ def _of_table() -> Choice:
 def together(
     store: Any, *, rank: int, size: int, measure: bool = True, has_rdma: bool = False
 ) -> Choice:
-    """What all ranks set in common: for TCP, and the table where it is the same everywhere.
+    """Return what all ranks set in common: for TCP, and the table if it is the same everywhere.
 
-    The part of `before_nccl` that sets nothing.
+    This is the part of `before_nccl` that sets nothing.
     """
     table = _of_table()
     here = {
@@ -170,7 +170,7 @@ def _measure(store: Any, number: int, *, is_receiver: bool, measure: bool) -> No
     if not is_receiver:
         offer = json.loads(_wait(store, f"offer/{number}", _RESULT_LIMIT_S))
         if offer:
-            # What went wrong here the receiver notices too, and reports.
+            # The receiver notices, too, what went wrong here, and reports it.
             try:
                 probe.send((theirs, offer["port"]), bytes.fromhex(offer["secret"]), free_cores)
             except probe.ProbeError as error:

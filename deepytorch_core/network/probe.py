@@ -21,7 +21,7 @@ from deepytorch_core.network import greeting
 from deepytorch_core.network.link import FLOWS, Link
 
 LIMIT_S = 3.0
-"""What a probe may take; a side that gets no further by then raises."""
+"""A probe may take so long; a side that gets no further by then raises."""
 
 _NUM_PINGS = 20
 _WARM_S, _WINDOW_S = 0.1, 0.2
@@ -144,7 +144,7 @@ class _Meter:
             thread.start()
 
     def rate_bps(self, seconds: float) -> float:
-        """What arrives in the next `seconds`."""
+        """Return the rate of what arrives in the next `seconds`."""
         before, start = sum(self._counts), time.monotonic()
         time.sleep(min(seconds, _left(self._deadline)))
         return (sum(self._counts) - before) * 8 / (time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""What NCCL is told about RDMA adapters: which ones, and by which address.
+"""Tells NCCL about RDMA adapters: which ones, and by which address.
 
 NCCL finds adapters by itself, and from 2.21 on the address (GID) of a RoCE port too. It is told
 only what it can't know or takes wrongly:
@@ -26,7 +26,7 @@ _MUCH_SLOWER = 0.5
 _ERDMA, _EFA = "erdma", "efa"
 _HCA = "NCCL_IB_HCA"
 SWITCHED_OFF = frozenset({"NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN"})
-"""Whoever sets one of these has chosen the transport."""
+"""A user who sets one of these has chosen the transport."""
 
 
 def usable(topology: Topology) -> list[tuple[RdmaDevice, RdmaPort]]:
@@ -66,7 +66,7 @@ def choose(topology: Topology, user_set: Collection[str]) -> Choice:
 
 
 def remarks(topology: Topology) -> list[str]:
-    """What a person should know of this machine's adapters and could change."""
+    """Return what a person should know of this machine's adapters and could change."""
     found = []
     if any(device.driver == _EFA for device in topology.rdma):
         found.append("EFA adapters: NCCL uses them only through the plugin aws-ofi-nccl")

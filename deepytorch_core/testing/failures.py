@@ -1,4 +1,4 @@
-"""What `spawn_ranks` raises, and how it words what went wrong on which rank."""
+"""Holds what `spawn_ranks` raises, and how it words what went wrong on which rank."""
 
 from __future__ import annotations
 

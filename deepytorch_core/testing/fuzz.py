@@ -28,7 +28,7 @@ _BROKEN = "Test unit written to "  # an input that crashed it, took too long or 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of fuzzing one target: inputs executed, how many of them broke it, the time."""
+    """The result of fuzzing one target: inputs executed, how many of them broke it, the time."""
 
     target: str
     executions: int
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read_log(target: str, log: str, status: int, seconds: float) -> Outcome | None:
-    """What libFuzzer's output and its exit status tell; None if it executed nothing.
+    """Return what libFuzzer's output and its exit status tell; None if it executed nothing.
 
-    Raises ValueError where it ended well without its final statistics: nothing would be known.
+    Raises ValueError if it ended well without its final statistics: nothing would be known.
     """
     executed = _EXECUTED.search(log)
     if executed is None:

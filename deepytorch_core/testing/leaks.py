@@ -1,4 +1,4 @@
-"""What a process holds that must be as before once its groups are gone: the tests of leaks."""
+"""Lists what a process holds that must be as before once its groups are gone, to test for leaks."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def names_mapped_of_shm() -> set[str]:
 
 
 def left_over(before: Mapping[str, list[str]], *, settling_s: float = _SETTLING_S) -> list[str]:
-    """What this process holds more than `before` (from `holdings`), in words; empty if nothing.
+    """Say what this process holds more than `before` (from `holdings`); empty if nothing.
 
-    Waits up to `settling_s` seconds for what ends in the background.
+    It waits up to `settling_s` seconds for what ends in the background.
     """
     return _once_settled(lambda: _more(before, holdings()), settling_s)
 
@@ -83,7 +83,7 @@ def _more(before: Mapping[str, list[str]], after: Holdings) -> list[str]:
 
 
 def _new_sockets(before: list[str]) -> list[str]:
-    """What they are: "listens at ...", or from where to where they go."""
+    """Say what they are: "listens at ...", or from where to where they go."""
     found = []
     for number, link in _descriptors().items():
         if _kind(link) == "socket" and link not in before:
@@ -117,7 +117,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def _kind(link: str) -> str:
-    """Of what a descriptor is: "socket", "anon_inode:[eventpoll]", "/memfd:name", or a path."""
+    """Return a descriptor's kind: "socket", "anon_inode:[eventpoll]", "/memfd:name", or a path."""
     return link if link.startswith(("anon_inode", "/memfd")) else link.split(":")[0]
 
 

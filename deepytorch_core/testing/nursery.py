@@ -1,8 +1,8 @@
-"""Where workers come from: a process that has imported torch and forks them in milliseconds.
+"""The nursery of workers: a process that has imported torch and forks them in milliseconds.
 
-Tests of failures use up their workers, so what a new one costs matters: two seconds for
+Tests of failures use up their workers, so the cost of a new one matters: two seconds for
 `import torch`, times the ranks. The nursery pays that once. It is single-threaded, holds no process
-group and has not loaded the native core, so a fork of it is as good as a new process, but for two
+group and has not loaded the native core. So a fork of it is as good as a new process, but for two
 things that are undone: the environment variables that tell a rank who it is, and the address
 layout, which must differ between ranks lest a pointer put in shared memory work by accident.
 """
@@ -39,8 +39,8 @@ _MAX_MESSAGE_BYTES = 65536
 _SHIFT_BYTES = 1 << 28
 # The second binds today's default group to its functions when it is imported: there is none here.
 _PRELOAD = ("torch.distributed", "torch.distributed.nn.functional")
-# What the workers' side of test modules imports, if the test process has it. What takes seconds is
-# only for workers like most, whose nursery serves many.
+# The workers' side of test modules imports these, if the test process has them. Slow ones are only
+# for workers like most, whose nursery serves many.
 _OFTEN = ("numpy", "pytest", "hypothesis")
 _SLOW = (
     "torch.distributed.fsdp",
@@ -163,7 +163,7 @@ class Worker:
             os.kill(self.pid, number)
 
     def stacks(self) -> str:
-        """What the process wrote about its stacks when it crashed or was asked to."""
+        """Return what the process wrote about its stacks when it crashed or was asked to."""
         if not self._stacks_path.exists():
             return ""
         return self._stacks_path.read_text(errors="replace").strip()

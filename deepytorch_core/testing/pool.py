@@ -137,7 +137,7 @@ class Pool:
 
 
 def _local_variables(rank: int, world_size: int, placement: Placement | None) -> dict[str, str]:
-    """What torchrun would say of the rank's node, and what the node's network needs."""
+    """Return what torchrun would say of the rank's node, and what the node's network needs."""
     if placement is None:
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     seat = placement.seats[rank]
@@ -253,7 +253,7 @@ def spawn_ranks(
 
 
 def _divided(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What needs a nursery of its own, and what a worker of any is given when it is forked."""
+    """Split what needs a nursery of its own from what any worker is given when it is forked."""
     later = {name: value for name, value in env.items() if name.startswith(READ_LATER)}
     return {name: value for name, value in env.items() if name not in later}, later
 

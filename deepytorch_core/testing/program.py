@@ -80,7 +80,7 @@ def _wait(
         except subprocess.TimeoutExpired:
             after = _cpu_seconds(process.pid)
             spent = sum(after.values()) - sum(before.values())
-            # Of those that ended meanwhile nobody says what they have spent.
+            # Nobody says how much those spent that ended meanwhile.
             idles = before.keys() <= after.keys() and spent < _IDLE_SHARE * idle
             if idles and not any(_OURS in _read(output) for output in outputs):
                 return False
@@ -113,7 +113,7 @@ def _family(root: int, stats: dict[int, list[str]]) -> list[int]:
 
 
 def _stats() -> dict[int, list[str]]:
-    """What /proc/PID/stat says of each process from its state on, see proc(5)."""
+    """Return what /proc/PID/stat says of each process from its state on, see proc(5)."""
     stats = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

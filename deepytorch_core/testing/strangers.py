@@ -43,7 +43,7 @@ class Targets:
 
 @dataclass
 class Sent:
-    """What was sent while the attack lasted."""
+    """The counts of what was sent while the attack lasted."""
 
     datagrams: int = 0
     connections: int = 0
@@ -91,7 +91,7 @@ def _look(writing: Any, over: threading.Event, stranger: int | None) -> None:
 
 
 def targets(pids: set[int]) -> Targets:
-    """What these processes listen at."""
+    """Return what these processes listen at."""
     inodes = {inode for pid in pids for inode in _sockets(pid)}
     found = Targets()
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:

@@ -36,7 +36,7 @@ STORE_HOST = "127.0.0.1"
 _LEAVING = timedelta(seconds=1)
 
 
-# Who runs whole programs: what is computed in them is switched on as it is anywhere.
+# These run whole programs: our changes to models are switched on in them as anywhere.
 _OF_PROGRAMS = ("deepytorch_core.testing.script", "deepytorch_core.testing.forked")
 
 
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: a pickled result, or a pickled exception (if it can be) and text."""
+    """The result of a call: a pickled value, or a pickled exception (if it can be) and text."""
 
     ok: bool
     payload: bytes | None
@@ -76,7 +76,7 @@ class UncaughtError(Exception):
 
 @dataclass
 class Place:
-    """Who this process is, and the store its current call shares with the other ranks."""
+    """This process's identity, and the store its current call shares with the other ranks."""
 
     rank: int
     world_size: int

@@ -104,7 +104,7 @@ def judge(
     single_layer: Setting | None = None,
     failed: Mapping[Setting, str] | None = None,
 ) -> Confirmation:
-    """What the rounds say; `failed`: who did not end them, and why."""
+    """Judge by the rounds; `failed`: who did not end them, and why."""
     failed = failed or {}
     others = [setting, *([] if single_layer is None else [single_layer])]
     shared = {one: [each for each in rounds if {one, DEFAULTS} <= each.keys()] for one in others}

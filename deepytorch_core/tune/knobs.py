@@ -1,4 +1,4 @@
-"""What `deepytorch tune` can set: a number each, with the values that are worth a try.
+"""The knobs that `deepytorch tune` can set: a number each, with the values worth a try.
 
 A knob without a variable is a framework's argument and is set by a seam (`seams`, or an adapter
 that asks `in_force`). One with a variable is set in the environment before the native core, or

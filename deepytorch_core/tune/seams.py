@@ -1,6 +1,6 @@
-"""Where torch's own wrappers take the settings of `deepytorch tune`.
+"""The seams at which torch's own wrappers take the settings of `deepytorch tune`.
 
-* DistributedDataParallel: its argument `bucket_cap_mb`, where the script leaves it open.
+* DistributedDataParallel: its argument `bucket_cap_mb`, if the script leaves it open.
 * FSDP2: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` of torch's own
   FSDPModule, called once the root has found its modules, unless the script has called them.
 

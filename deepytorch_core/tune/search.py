@@ -1,11 +1,11 @@
-"""Which settings to try next, within a budget of steps: coordinate descent, then pairs.
+"""Chooses settings to try next, within a budget of steps: coordinate descent, then pairs.
 
 Every knob in turn is tried alone at its other values, from the best setting so far; a value stays
-if it is faster beyond the noise. Of sizes, half and twice the fastest are tried as well. Passes are
-repeated until one changes nothing, so a value that pays only beside another one is found when that
-other one has been. What is left of the budget goes to changes of two knobs at once, for settings of
-which neither pays alone: those first that a model without interactions, fitted to all that was
-measured, promises most.
+if it is faster beyond the noise. For sizes, half and twice the fastest are tried as well. Passes
+are repeated until one changes nothing: a value that pays only beside another one is found when that
+other one has been. The rest of the budget goes to changes of two knobs at once, for settings of
+which neither pays alone. Those come first that promise most by a model without interactions, fitted
+to all that was measured.
 """
 
 from __future__ import annotations

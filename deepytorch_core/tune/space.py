@@ -1,4 +1,4 @@
-"""Which knobs have an effect in a job, and why the others are left out."""
+"""Decides which knobs have an effect in a job, and says why the others are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepytorch_core.tune.knobs import FRAMEWORK, KNOBS, LAYERS, Knob
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run of the script with its defaults has shown.
+    """The facts that a run of the script with its defaults has shown.
 
     Args:
         device: "cpu" or "cuda".
@@ -81,7 +81,7 @@ def _for_framework(knob: Knob, job: Job) -> tuple[Knob | None, str]:
     if enough is None:
         return knob, ""
     below = [value for value in knob.values if value < enough]
-    # Of the values that all mean "everything at once" one is tried.
+    # Several values mean "everything at once": one of them is tried.
     whole = min((value for value in knob.values if value >= enough), default=None)
     values = (*below, *([] if whole is None else [whole]))
     return dataclasses.replace(knob, values=values), ""

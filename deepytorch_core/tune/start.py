@@ -39,7 +39,7 @@ def together(store: Any, *, rank: int, size: int) -> None:
     With tune=off or force nothing is taken. Never raises for what a profile can be.
     """
     global _script, _done
-    # Of several groups in the life of a process the first is the job; others may be new to it, and
+    # The first of several groups in the life of a process is the job. Others may be new to it:
     # rank 0 answers those too.
     is_late = _done or in_force.is_decided()
     if not _done:
@@ -68,7 +68,7 @@ def together(store: Any, *, rank: int, size: int) -> None:
 
 
 def _look_up(size: int) -> str:
-    """What rank 0's profile has, as JSON; an empty object for nothing."""
+    """Return what rank 0's profile has, as JSON; an empty object for nothing."""
     if config.current().tune != "auto" or not _script:
         return json.dumps({})
     try:

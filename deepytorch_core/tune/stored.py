@@ -20,10 +20,10 @@ WHAT = "deepytorch tune"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the profile says for a job.
+    """The profile's entry for a job.
 
     `times_ms` are a step's, as measured when the winner was confirmed, of "defaults" and "tuned";
-    empty where nothing was.
+    empty if none was.
     """
 
     setting: Setting
@@ -38,7 +38,7 @@ def key(
     local_world_size: int,
     emulated: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What settings hold for, besides this machine and these versions.
+    """Return what settings hold for, besides this machine and these versions.
 
     Args:
         script: the script's resolved path.
@@ -53,7 +53,7 @@ def key(
 
 
 def look_up(script: str, *, world_size: int, local_world_size: int) -> Tuned | None:
-    """What the profile says for a job of this script, machine and these versions; see `key`."""
+    """Return the profile's entry for a job of this script, machine and versions; see `key`."""
     # Most profiles have nothing of the kind, and what this machine is takes a moment to learn.
     if not any(entry["for"].get("what") == WHAT for entry in profile.entries()):
         return None
@@ -61,7 +61,7 @@ def look_up(script: str, *, world_size: int, local_world_size: int) -> Tuned | N
 
 
 def find(wanted: Mapping[str, Any]) -> Tuned | None:
-    """What the profile says for this job; None where it says nothing, or what can't be believed."""
+    """Return the profile's entry for this job; None if there is none, or none to be believed."""
     found = profile.find(wanted)
     if found is None:
         return None

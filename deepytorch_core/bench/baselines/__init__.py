@@ -1,4 +1,4 @@
-"""What `bench` compares with: torch's own backends, and rivals that are no torch backend.
+"""The baselines of `bench`: torch's own backends, and rivals that are no torch backend.
 
 A rival comes as an optional package. `prepare` makes it ready in the launcher, before any rank
 starts, and says what to install when it is missing; `connect` gives a rank its calls. Rivals of
@@ -44,7 +44,7 @@ Measure = Callable[[Call], float]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a rival offers; None is everything that `bench` knows.
+    """The offers of a rival; None is everything that `bench` knows.
 
     `backend` is torch's backend of its processes' default group.
     """
@@ -86,7 +86,7 @@ LIMITS: Mapping[str, Limits] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks of a run need for its baseline.
+    """The things that the ranks of a run need for its baseline.
 
     `environment` is added to theirs, `settings` is what the record says of it, `versions` are those
     of the rival's packages. With `mpiexec` it starts the ranks.

@@ -103,7 +103,7 @@ def _build() -> str:
             "--baseline deepspeed-shm needs DeepSpeed: DS_BUILD_OPS=0 pip install deepspeed"
         )
     variables = config.child_environment()
-    # Where pip put ninja, also if that environment is not the shell's.
+    # Pip put ninja there, also if that environment is not the shell's.
     path = os.pathsep.join((str(Path(sys.executable).parent), variables.get("PATH", os.defpath)))
     try:
         done = subprocess.run(

@@ -14,8 +14,8 @@ _NEARLY_FULL = 0.92
 
 @dataclass(frozen=True)
 class Facts:
-    """Of the control group, version 1 or 2: CPUs' worth of time (None without a limit), the share
-    of periods in which it was cut off, memory in bytes (None without a limit), processes killed."""
+    """The control group, version 1 or 2: CPUs' worth of time, the share of periods in which it was
+    cut off, memory in bytes, processes killed. CPUs and memory are None without a limit."""
 
     allowed_cpus: int
     quota_cpus: float | None

@@ -75,6 +75,6 @@ def _number(version: str) -> tuple[int, int]:
 
 
 def _index(driver: str) -> str:
-    """Where there is a torch for this driver."""
+    """Return where there is a torch for this driver."""
     is_new = _number(driver) >= _OLDEST_DRIVER["13"]
     return f"https://download.pytorch.org/whl/{'cu130' if is_new else 'cu126'}"

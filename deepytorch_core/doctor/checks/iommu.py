@@ -9,7 +9,7 @@ from deepytorch_core.doctor import pci
 from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
-# Of the ACS control word: request redirect, completion redirect, upstream forwarding.
+# Bits of the ACS control word: request redirect, completion redirect, upstream forwarding.
 _REDIRECTS = 0x1C
 
 

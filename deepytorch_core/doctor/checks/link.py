@@ -63,7 +63,7 @@ def judge(facts: Facts) -> list[Finding]:
         findings.append(warn(text, "iperf3 -s   # on one node; on another: iperf3 -P 8 -c <it>"))
     choice = nccl_env.for_sockets(link, facts.nccl_set)
     if link.flow_cap_bps is not None and choice.settings and not facts.active:
-        # Where deepytorch is on, it sets these by itself.
+        # If deepytorch is on, it sets these by itself.
         text = f"{link} ({when}): NCCL's usual connections leave it idle"
         findings.append(warn(text, f"export {choice.text}   # or train with deepytorch on"))
     if findings or failed:

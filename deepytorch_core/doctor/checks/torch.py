@@ -14,7 +14,7 @@ OLDEST, FIRST_UNKNOWN = (2, 11), (2, 16)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the child process of torch said, and the installed version by its metadata."""
+    """The words of torch's child process, and the installed version by its metadata."""
 
     torch: TorchFacts
     installed: str

@@ -191,7 +191,7 @@ def _cap_flows(ip: Any, index: int, total: int, cap: int) -> None:
     for source in steps:
         for target in steps:
             _add_class(ip, index, leaf, _ROOT_CLASS, (guaranteed, cap))
-            # Where the header has its next protocol, and where the ports begin.
+            # These are the header's offsets of its next protocol and of the ports.
             for protocol, next_header, ports in ((_IP, 9, 20), (_IPV6, 6, 40)):
                 matches = [
                     f"{_TCP}/0xff+{next_header}",

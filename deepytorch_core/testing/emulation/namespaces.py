@@ -18,7 +18,7 @@ _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
-# Where sysfs shows interfaces: each mount of it shows one namespace's.
+# Sysfs shows interfaces there: each mount of it shows one namespace's.
 _SYSFS_OF_INTERFACES = ("class/net", "devices/virtual/net")
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def enter(namespace: int, *, private_sysfs: bool = False) -> None:
     """Moves the calling thread, and what it starts from now on, into the namespace for good."""
     _check(_libc().setns(namespace, _CLONE_NEWNET), "enter a network namespace")
     if private_sysfs:
-        # Where mounting is forbidden programs still run; they only see the machine's interfaces.
+        # If mounting is forbidden, programs still run; they only see the machine's interfaces.
         with contextlib.suppress(EmulationError):
             _show_own_interfaces()
 

@@ -91,7 +91,7 @@ class Network:
             os.close(self._namespaces.pop())
 
     def to_dict(self) -> dict[str, Any]:
-        """What is emulated, for records."""
+        """Return what is emulated, for records."""
         return {**self.setting.to_dict(), "congestion_control": self.congestion_control}
 
     def address(self, node: int) -> str:
@@ -104,7 +104,7 @@ class Network:
 
     @property
     def switch_address(self) -> str:
-        """Where a store served by `on_switch` is found from every node."""
+        """The address of a store served by `on_switch`, from every node."""
         return self.address(_SWITCH_NUMBER)
 
     def descriptor(self, node: int) -> int:
@@ -112,7 +112,7 @@ class Network:
         return self._nodes[node]
 
     def environment(self, node: int) -> dict[str, str]:
-        """What programs on the node need to know: which interface, and that it is a host."""
+        """Return what programs on the node need to know: its interface, and that it is a host."""
         return {
             "GLOO_SOCKET_IFNAME": links.INTERFACE,
             "NCCL_SOCKET_IFNAME": links.INTERFACE,

@@ -1,4 +1,4 @@
-"""What a network of emulated nodes is asked to be, and which rank lives on which node."""
+"""Says what a network of emulated nodes is to be, and which rank lives on which node."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit|bps|bit/s)?", re.IGNORECAS
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", re.IGNORECASE)
 
-# What an idle link lets through at once: little, lest small messages seem faster than the link, but
-# as much as passes while the kernel's timer is late.
+# An idle link lets so much through at once. It is little, lest small messages seem faster than the
+# link, but as much as passes while the kernel's timer is late.
 _BURST_S, _MIN_BURST_BYTES = 60e-6, 15000
 
 
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def burst_bytes(self) -> int:
-        """What a link that was idle lets through at once."""
+        """The bytes that a link lets through at once after it was idle."""
         return 0 if self.rate_bps is None else burst_bytes(int(self.rate_bps / 8))
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,15 +56,15 @@ class Setting:
 
 
 def burst_bytes(rate: int) -> int:
-    """What an idle link of `rate` bytes per second lets through at once."""
+    """Return what an idle link of `rate` bytes per second lets through at once."""
     return max(_MIN_BURST_BYTES, int(rate * _BURST_S))
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank lives: its node, its number there, and its number over all nodes in order.
+    """The place of a rank: its node, its number there, and its number over all nodes in order.
 
-    The last is also the number of its GPU where one machine's GPUs are dealt out to the nodes.
+    The last is also the number of its GPU if one machine's GPUs are dealt out to the nodes.
     """
 
     node: int

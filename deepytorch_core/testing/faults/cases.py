@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 PHASES = ("init", "between", "collective", "destroy")
 """Before the ranks meet; while nothing runs; in the middle of an all_reduce; while leaving."""
 
-# What comes of a fault. "error": every survivor gets one, in time, that names who is gone.
+# These may come of a fault. "error": every survivor gets one, in time, that names who is gone.
 # "recovers": all results stay right and nobody gets an error. "either": one of the two, the same on
 # every rank. "leaves": destroy_process_group returns in time, whatever the others do. "ends": every
 # survivor's process ends, and says why; where `Case.may_end` this is as good as an error.
@@ -189,8 +189,8 @@ _OF_A_DEATH = {**dict.fromkeys(PHASES, "error"), "destroy": "leaves"}
 _OF_A_STOP = {**dict.fromkeys(PHASES, "recovers"), "destroy": "leaves"}
 _OF_A_LACK = {**dict.fromkeys(PHASES, "either"), "destroy": "leaves"}
 _OF_A_CUT = _OF_A_DEATH
-# Whoever is connected hears of it by the connection, and how soon is a promise. Before, the group's
-# time limit alone says that the others do not come, or that the store is out of reach.
+# A connected rank hears of it by the connection, within a promised time. Before, the group's time
+# limit alone says that the others do not come, or that the store is out of reach.
 _WITHIN_OF_A_CUT = {"init": 15.0, "between": 3.0, "collective": 3.0, "destroy": 8.0}
 
 FAULTS = {
@@ -257,8 +257,8 @@ FAULTS = {
             within_s=20.0,
             timeout_s=10.0,
             alone=True,
-            # Of a start that failed; of one that was NCCL's first in the process, on the victim of
-            # four ranks: 2.28.9 alone left the same, without peer access, too.
+            # A failed start leaves these; one that was NCCL's first in the process does so on the
+            # victim of four ranks. NCCL 2.28.9 alone left the same, without peer access, too.
             stock_leaves={
                 **dict.fromkeys(_BY_NCCL, ("descriptors: socket (6)",)),
                 "gpu-4": ("descriptors: pipe, socket (12)", "threads (1)"),

@@ -24,7 +24,7 @@ _JUMP_S = 3600
 _CLONE_NEWNS = 0x00020000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
-# What a process that may not map any more can still take: less than any buffer of ours.
+# A process that may not map any more can still take so much: less than any buffer of ours.
 _REST_BYTES = 256 << 10
 
 _taken: list[int] = []  # descriptors that fill the gaps
@@ -47,7 +47,7 @@ def crash() -> None:
 
 
 def leave(status: int) -> None:
-    """What the interpreter does at its end; a thread can't end the program otherwise."""
+    """Do what the interpreter does at its end; a thread can't end the program otherwise."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(status)

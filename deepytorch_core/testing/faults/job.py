@@ -1,4 +1,4 @@
-"""What every rank of a case does, and what it tells afterwards."""
+"""Runs every rank of a case, which tells afterwards how it went."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Settings:
         return self.case.fault not in inject.INJECT
 
     def stderr_of(self, rank: int) -> Path:
-        """What a rank wrote that may end with its process; see `cases.Case.may_end`."""
+        """Return the output of a rank that may end with its process; see `cases.Case.may_end`."""
         return self.folder / f"stderr-{rank}"
 
     def note_process(self, rank: int) -> None:
-        """Where the others look whether this one still lives; for cases in which it may end."""
+        """Tell the others how to see whether this one still lives, in cases in which it may end."""
         (self.folder / f"process-{rank}").write_text(str(os.getpid()))
 
     def has_ended(self, rank: int) -> bool:
@@ -77,7 +77,7 @@ class Settings:
         return []
 
     def note_shared_memory(self, rank: int) -> None:
-        """Whatever this rank has mapped of /dev/shm now is its case's, gone names too."""
+        """Note all that this rank has mapped of /dev/shm now as its case's, gone names too."""
         with (self.folder / f"shm-{rank}").open("a", encoding="utf-8") as file:
             file.writelines(f"{name}\n" for name in names_mapped_of_shm())
 
@@ -102,7 +102,7 @@ class Settings:
 
 @dataclass
 class Told:
-    """What a survivor tells; times in seconds from the fault."""
+    """The words of a survivor; times in seconds from the fault."""
 
     error: str = ""
     took_s: float = 0.0
@@ -136,7 +136,7 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
         warm = Group(settings, rank, world_size, name="warm", own_store=False)
         for _ in range(_WARM_ROUNDS):
             warm.exchange()
-        # Where the disk is full, it is measured, and what is fastest taken.
+        # On a full disk algorithms are measured, and the fastest is taken.
         if case.fault != "disk full" and not settings.stock:
             _check_algorithm(path)
         dist.destroy_process_group()
@@ -270,7 +270,7 @@ def _write_errors_to(file: Path) -> None:
 
 
 def _device_mapped_bytes() -> int:
-    """What the GPU's driver maps into this process, where pinned memory of it shows."""
+    """Return what the GPU's driver maps into this process, where its pinned memory shows."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/dev/nvidia" in line or "/dev/zero" in line:
@@ -339,7 +339,7 @@ class Group:
         self._wrong[-1] = False
         if bool(self._wrong.any()):
             if data.is_cuda:
-                # What ended early shows at the next call: an error, if it is known by then.
+                # An operation that ended early shows at the next call: an error, if known by then.
                 dist.all_reduce(self._data)
             wrong = data[self._wrong]
             raise WrongDataError(f"{wrong.numel()} elements, the first is {wrong[0].item()}")

@@ -56,7 +56,7 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
         if key[0] not in FAULTS or key[1] not in PATHS or key[2] not in PHASES:
             raise ValueError(f"no such case: {' | '.join(key)}")
         kept = repeated if "runs" in record else latest
-        # What another machine could not run says nothing against what one could.
+        # A case that another machine could not run says nothing against one that this could.
         if not record["skipped"] or key not in kept:
             kept[key] = record
     if not latest:
@@ -259,7 +259,7 @@ def _what_faults_are() -> list[str]:
 
 
 def _wrong_of(record: Mapping[str, Any]) -> list[str]:
-    """What is wrong by today's table: what stock leaves may have been measured after the run."""
+    """Return what is wrong by today's table: stock's leftovers may have been measured later."""
     fault, left = FAULTS[record["fault"]], "left over: "
     return [
         text

@@ -47,7 +47,7 @@ _STORE = (
 
 @dataclass
 class Result:
-    """What came of a case. `wrong` is why it is not what the table promises; empty if it is."""
+    """The outcome of a case. `wrong` is why it isn't what the table promises; empty if it is."""
 
     case: Case
     outcome: str = ""
@@ -65,7 +65,7 @@ class Result:
 def _without_case(result: Result) -> dict[str, Any]:
     fields = {entry.name: getattr(result, entry.name) for entry in dataclasses.fields(result)}
     fields.pop("case")
-    # Where the project lies on this machine is nobody's business.
+    # The project's place on this machine is nobody's business.
     return {**fields, "message": result.message.replace(_PROJECT, "")}
 
 
@@ -128,7 +128,7 @@ def run(case: Case, slot: int | None = None, *, stock: bool = False) -> Result:
 
 
 def _unlike_an_exception(stderr: Path) -> list[str]:
-    """What the victim wrote has to be the interpreter's own last words, and no crash after them."""
+    """Check that the victim wrote the interpreter's own last words, and no crash after them."""
     with contextlib.suppress(OSError):
         text = stderr.read_text(errors="replace")
         if UncaughtError.__name__ in text and not any(words in text for words in _CRASHED):
@@ -138,7 +138,7 @@ def _unlike_an_exception(stderr: Path) -> list[str]:
 
 
 def _ended(settings: Settings, rank: int) -> Told:
-    """What is known of a survivor whose process has ended."""
+    """Return what is known of a survivor whose process has ended."""
     told = Told("it said nothing", _since_fault(settings, rank), ended=True)
     says = [text.format(victim=PATHS[settings.case.path].victim) for text in _says(settings.case)]
     with contextlib.suppress(OSError):

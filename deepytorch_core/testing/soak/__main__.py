@@ -117,7 +117,7 @@ def _in_words(done: Counts) -> str:
 def _round(
     seed: int, seconds: float, nodes: str, options: argparse.Namespace
 ) -> list[tuple[Counts, Held]]:
-    """What each rank tells; see `job.operations`."""
+    """Run a round and return what each rank tells; see `job.operations`."""
     env = {"DEEPYTORCH_TUNE": "off"}
     if nodes:
         env["DEEPYTORCH_NODE_ID"] = ",".join(nodes)
@@ -134,7 +134,7 @@ def _round(
 
 
 def _leaks(held: Sequence[Held]) -> list[str]:
-    """What the second half of a round added to what its ranks hold, if too much."""
+    """Say how much a round's second half added to what its ranks hold, if too much."""
     bad = []
     for rank, each in enumerate(held):
         _say(f"rank {rank}, operations per second in each tenth, and from the middle on: {each}")
@@ -145,7 +145,7 @@ def _leaks(held: Sequence[Held]) -> list[str]:
 
 
 def _cycles(ranks: int, count: int, device: str) -> list[dict[str, Any]]:
-    """What each rank tells; see `job.cycles`."""
+    """Run cycles and return what each rank tells; see `job.cycles`."""
     if count == 0:
         return []
     limit_s = _PATIENCE_S + count / _CYCLES_PER_S
@@ -155,7 +155,7 @@ def _cycles(ranks: int, count: int, device: str) -> list[dict[str, Any]]:
 
 
 def _failures(told: Sequence[dict[str, Any]], count: int) -> list[str]:
-    """What `count` cycles left behind, if too much."""
+    """Say what `count` cycles left behind, if too much."""
     bad = []
     for rank, each in enumerate(told):
         _say(f"{count} cycles, rank {rank}: {each}")

@@ -1,4 +1,4 @@
-"""What every rank does: random operations until the time is up, or cycles of groups."""
+"""Runs every rank: random operations until the time is up, or cycles of groups."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _LOG2_IN_A_CYCLE = 11  # elements at most: it is not about these
 
 @dataclass
 class Counts:
-    """What one rank tells of a round, by kind of operation.
+    """The counts that one rank tells of a round, by kind of operation.
 
     Attributes:
-        participations: what it took part in, also in groups of itself alone.
-        collectives: of those the ones of two or more ranks whose group it is the first member of,
-            so that over all ranks each counts once.
-        by_gloo: of these, how many gloo carried out as well, with the same result.
+        participations: operations that it took part in, also in groups of itself alone.
+        collectives: those of two or more ranks whose group it is the first member of, so that over
+            all ranks each counts once.
+        by_gloo: collectives that gloo carried out as well, with the same result.
     """
 
     participations: Counter[str] = field(default_factory=Counter)

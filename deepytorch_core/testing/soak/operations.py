@@ -25,7 +25,7 @@ OPERATIONS = (
     *("gather", "scatter", "barrier", "shift", "sparse"),
 )
 REDUCE_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
-# Of lists and of single tensors, which may lie in memory as they like.
+# These take lists and single tensors, which may lie in memory as they like.
 _STRIDED = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"),
     *("all_to_all", "gather", "scatter"),
@@ -37,7 +37,7 @@ _MOST_LOG2 = 18  # elements of one part
 
 @dataclass(frozen=True)
 class Step:
-    """What all ranks of the group know of one operation. `members` are global ranks."""
+    """The facts that all ranks of the group know of one operation. `members` are global ranks."""
 
     number: int
     members: tuple[int, ...]
@@ -143,7 +143,7 @@ class Performance:
     # ---- data ----
 
     def _data(self, peer: int, part: int = 0, count: int | None = None) -> Tensor:
-        """What the rank `peer` of the group has for `part`: as it is, for a reference."""
+        """Return what the rank `peer` of the group has for `part`: as it is, for a reference."""
         import torch
 
         generator = torch.Generator().manual_seed(
@@ -229,7 +229,7 @@ class Performance:
         self._expect((data, self._reduced()))
 
     def _sparse(self) -> None:
-        """What only the stock backend does, in between.
+        """Run an operation that only the stock backend does, in between.
 
         It has to be the only one under way in its group: several corrupt gloo's memory, also
         without us. With torch 2.13 alone 8 of 11 jobs of four ranks ended with it within half a

@@ -19,14 +19,14 @@ _NUM_SPANS = 10  # of a round
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank tells of a round.
+    """The measurements that one rank tells of a round.
 
     Attributes:
         per_s: operations per second, in each tenth of the round.
         left: descriptors, threads and mapped memory that it has at the end and had not in the
             middle, when all kinds of operations had been.
-        grown_bytes: by how much what is resident has grown since the middle.
-        gpu_grown_bytes: and what is taken of its GPU's memory.
+        grown_bytes: growth of its resident memory since the middle.
+        gpu_grown_bytes: growth of the memory taken of its GPU.
     """
 
     per_s: list[float]
@@ -79,7 +79,7 @@ def resident_bytes() -> int:
 
 
 def _taken_bytes(device: torch.device) -> int:
-    """Of the GPU, by whomever; what torch caches is given back first."""
+    """Return what anybody has taken of the GPU; torch's cache is given back first."""
     import torch
 
     if device.type == "cpu":
