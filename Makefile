@@ -124,7 +124,8 @@ check: venv
 	  $(MAKE) --no-print-directory lint; status=$$?; \
 	  wait $$check || status=1; cat build/check.log; exit $$status
 
-lint: venv ## ruff, mypy --strict, clang-format: check only
+lint: venv ## ruff, mypy --strict, clang-format, how prose begins: check only
+	$(BIN)/python .ci/prose.py check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@# As installed: integrations/ and recipes/ live inside the facade.

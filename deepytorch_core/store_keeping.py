@@ -68,6 +68,8 @@ class _Keeper:
 
 
 _keeper: _Keeper | None = None
+_waits_in: int | None = None
+"""The process that is to wait at its end, by its id: children that are forked forget it."""
 _patches: Patches | None = None
 
 
@@ -103,9 +105,11 @@ def join(store: Any) -> Callable[[], None]:
     Args:
         store: the default group's torch Store.
     """
-    global _keeper
+    global _keeper, _waits_in
     mine = _keeper = _Keeper(store)
-    util.Finalize(None, _wait_at_end, args=(mine,), exitpriority=0)
+    if _waits_in != os.getpid():  # once, or a thousand groups would leave as many behind
+        _waits_in = os.getpid()
+        util.Finalize(None, _wait_at_end, exitpriority=0)
 
     def closed() -> None:
         # Two stores in one process at one port would be one, with the old one's content.
@@ -118,9 +122,10 @@ def join(store: Any) -> Callable[[], None]:
     return closed
 
 
-def _wait_at_end(mine: _Keeper) -> None:
+def _wait_at_end() -> None:
     """Before this process ends: the store goes with it. One that has failed waits for nobody."""
-    if mine is not _keeper or mine.store is None or _has_failed():
+    mine = _keeper
+    if mine is None or mine.pid != os.getpid() or mine.store is None or _has_failed():
         return
     with contextlib.suppress(Exception):  # the program is over, whatever this comes to
         if mine.thread is None:

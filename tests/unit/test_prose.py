@@ -1,0 +1,82 @@
+"""The checker of prose finds fragments, and commit subjects that are too long."""
+
+from __future__ import annotations
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[2] / ".ci" / "prose.py"
+
+
+@pytest.fixture(scope="module")
+def prose() -> Any:
+    loader = SourceFileLoader("prose", str(FILE))
+    spec = spec_from_loader("prose", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+PYTHON = '''"""What a module is for."""
+
+# Of this one line
+# the second is no block of its own.
+x = 1  # Where it is beside code
+y = "# What is text, is none"
+
+
+def f():
+    """Return nothing.
+
+    Which paragraph is first, counts alone.
+    """
+'''
+NATIVE = """// Behind this line
+// comes another.
+int x;  // Who reads it
+const char* y = "http://What";
+/// Holds a number.
+"""
+
+
+def test_blocks_are_found_where_they_begin(prose: Any) -> None:
+    found = list(prose.in_python(PYTHON))
+    assert [line for line, text in found if prose.is_fragment(text)] == [3, 5, 1]
+    assert len(found) == 4
+    native = list(prose.in_native(NATIVE))
+    assert [line for line, text in native if prose.is_fragment(text)] == [1, 3]
+    assert [line for line, _ in native] == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ("Lend gradients instead of copying them\n\nWhat follows is free.\n", None),
+        ("# a comment of git's\nMend it\n", None),
+        ("x" * 73, "73 characters"),
+        ("What was wrong", "begins with What"),
+        ("\n# nothing\n", "empty"),
+    ],
+)
+def test_messages(prose: Any, message: str, problem: str | None) -> None:
+    found = prose.problem_of(message)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in found
+
+
+def test_too_many_fragments_fail(
+    prose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.hpp").write_text("// Of nothing\n", encoding="utf-8")
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    monkeypatch.setattr(prose.blocks, "__defaults__", (tmp_path,))
+    assert prose.main(["check"]) == 1
+    assert "csrc/a.hpp:1: Of nothing" in capsys.readouterr().out
+    (tmp_path / "csrc" / "a.hpp").write_text("// Holds nothing\n", encoding="utf-8")
+    assert prose.main(["check"]) == 0
