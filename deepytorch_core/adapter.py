@@ -300,7 +300,7 @@ def _digest_file(binary: Path) -> Path:
 
 
 def cache_folders() -> list[Path]:
-    """Return folders to search for compiled adapters: the user's cache, if any, then temporary."""
+    """Return folders of compiled adapters: the user's cache, if any, then a temporary one."""
     me = os.geteuid()
     folders = [config.temporary_dir() / f"deepytorch-{me}" / f"adapter-{me}"]
     with contextlib.suppress(RuntimeError):  # no home

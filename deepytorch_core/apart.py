@@ -311,7 +311,7 @@ def _trains(optimizer: Any) -> bool:
 
 
 def _operations_of_others(c10d: Any) -> int | None:
-    """Count operations of groups that are not ours; None if one can't be counted: gloo's can."""
+    """Count operations of groups that are not ours; None if some can't be counted; gloo's can."""
     import torch
 
     adapter = sys.modules.get("deepytorch_c10d")

@@ -308,9 +308,9 @@ def core_settings(options: config.Options) -> dict[str, Any]:
 
 
 def watches(spec: GroupSpec, *, options: config.Options) -> dict[str, Any]:
-    """Return functions for a group's backend to ask when an operation fails, and before each.
+    """Return what a group's backend asks, as keywords of `create_backend`.
 
-    The latter only with `debug`. They are keywords of `create_backend`.
+    It asks when an operation fails, and with `debug` before each one.
     """
     from deepytorch_core.hang import live, mismatch
 

@@ -65,7 +65,8 @@ class Memory:
     def of(cls, group: ControlGroup, total_bytes: int) -> Memory:
         """Return the memory of the group with the least left, a process's own or one above it.
 
-        Without any limit it is its own. A limit of all of the machine's `total_bytes` is none.
+        Without any limit it is the process's own. A limit of all of the machine's `total_bytes` is
+        none.
         """
         found = [cls._at(level, total_bytes) for level in group.levels]
         limited = [(one.limit - one.used, one) for one in found if one.limit is not None]

@@ -148,7 +148,7 @@ class Course:
         return True
 
     def pause(self) -> None:
-        """Count the time from now up to the next step to no step."""
+        """Leave the time from now up to the next step out of all steps."""
         with self._lock:
             if self._open is not None and self._last_s > self._open[1]:
                 self._keep(self._open_bucket())

@@ -8,7 +8,7 @@ from deepytorch_core import config
 
 
 def of_rank(usable: int) -> float:
-    """Return its part of this process's `usable` cores: all if it alone is bound to them."""
+    """Return a rank's share of `usable` cores: all if it alone is bound to them, else its part."""
     return float(usable) if _is_bound(usable) else usable / config.local_world_size()
 
 

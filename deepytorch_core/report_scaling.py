@@ -81,7 +81,7 @@ class _Place:
         return HIERARCHICAL if self.nodes > 1 and carrier == _NATIVE else FLAT
 
     def shape(self, count: int) -> Shape:
-        """Return that of so many nodes or, on one, of ranks that each have a link of their own."""
+        """Return the shape of so many nodes or, on one, of ranks that each have their own link."""
         local = self.ranks_per_node if self.nodes > 1 else 1
         return Shape(nodes=count, ranks=count * local, leaving=1)
 
@@ -149,7 +149,7 @@ class _Communication:
         return timed_ms + self._slower * untimed_ms
 
     def _on(self, count: int) -> tuple[float, float]:
-        """Return ms of timed parts, which have today's time today, and of others by the model."""
+        """Return milliseconds of timed parts, today's time today, and of the rest, by the model."""
         timed_us = untimed_us = 0.0
         for part in self._parts:
             if not part.grows:

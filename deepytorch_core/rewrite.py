@@ -84,7 +84,7 @@ def sub_group(
 
 
 def upgraded(config: str, machine: Machine) -> str | None:
-    """Return what a stock group of `config` (device:backend pairs) becomes, or None if nothing."""
+    """Return what a stock group of `config` (device:backend pairs) becomes in place, or None."""
     return _pairwise(config, machine)
 
 

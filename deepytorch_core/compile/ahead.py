@@ -203,7 +203,7 @@ class Ahead:
         self._open: collections.Counter[str] = collections.Counter()
         self._asked_at = math.inf
         self._is_closed = False
-        # Its holder may come to collect a compilation, whose end closes its helpers.
+        # A thread that has it may come to collect a compilation, whose end closes its helpers.
         self._lock = threading.RLock()
         # Before they have taken any memory.
         self._num_helpers = min(_num_helpers(), _num_by_gpu(device))

@@ -32,7 +32,7 @@ class Loans:
         self._graphs.extend(graphs)
 
     def let_go(self) -> None:
-        """Let all graphs go, as nobody runs them again. With this object they might stay long."""
+        """Let go of all graphs, never to run again. With this object they might stay very long."""
         _bury(self._lent, list(self._graphs))
         self._graphs.clear()
 

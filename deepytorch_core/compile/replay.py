@@ -76,7 +76,7 @@ class Call:
         return args, kwargs
 
     def key(self) -> tuple[Any, ...]:
-        """Return the key that the calls that one graph serves have in common."""
+        """Return the common key of the calls that one graph serves."""
         places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         plain = tuple(places.get(id(leaf), (type(leaf), leaf)) for leaf in self.leaves)
         shapes = tuple(

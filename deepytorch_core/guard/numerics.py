@@ -148,7 +148,7 @@ def _difference(
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
-    """Measure `b` from `a`: in the norm and at the worst element, relative to those of `a`."""
+    """Return distances of `b` from `a`: in norm and at the worst element, relative to `a`'s."""
     # A format finer than their own.
     wide = torch.float32 if a.dtype.itemsize < 4 else torch.float64
     wide = torch.complex128 if a.is_complex() else wide

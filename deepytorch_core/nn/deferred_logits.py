@@ -275,7 +275,7 @@ class DeferredLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Some operations come past __torch_function__, such as those called from C++. They are
+        # Some operations bypass __torch_function__, such as those called from C++. They are
         # below autograd.
         return func(*_each(_values, args), **_each(_values, dict(kwargs or {})))
 
@@ -408,7 +408,7 @@ def _deferred(
         made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, tuple(shape), dtype=origin.dtype, device=device, requires_grad=False
         )
-        # A caller that asks C++ for its memory, as `torch.utils.dlpack.to_dlpack`, gets an error.
+        # A caller that asks C++ for its memory, like `torch.utils.dlpack.to_dlpack`, gets an error.
         with torch._C.DisableTorchFunctionSubclass():
             torch._C._set_throw_on_mutable_data_ptr(made)
         return made
