@@ -33,7 +33,7 @@ _GRAPHS = "torch.cuda.graphs"
 
 @dataclass
 class _Active:
-    """What activation has put in place."""
+    """Everything that activation has put in place."""
 
     patches: Patches = field(default_factory=Patches)
     hooks: list[ImportHook] = field(

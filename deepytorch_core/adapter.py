@@ -60,7 +60,7 @@ _spellings = itertools.count()
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the adapter's sources are: `c10d/*.cpp` and `include/` under one folder."""
+    """The adapter's sources: `c10d/*.cpp` and `include/` under one folder."""
 
     root: Path
 
@@ -300,7 +300,7 @@ def _digest_file(binary: Path) -> Path:
 
 
 def cache_folders() -> list[Path]:
-    """Where compiled adapters are looked for: the user's cache, if any, then temporary files."""
+    """Return folders of compiled adapters: the user's cache, if any, then a temporary one."""
     me = os.geteuid()
     folders = [config.temporary_dir() / f"deepytorch-{me}" / f"adapter-{me}"]
     with contextlib.suppress(RuntimeError):  # no home

@@ -30,7 +30,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 # DiLoCo averages every 500 steps, and some every 1000.
 _SURE_STEPS = 1024
-# Of steps that take long, fewer.
+# Fewer steps are enough if they take long.
 _SURE_S, _LEAST_STEPS = 7200.0, 64
 
 # Gradients have this part of the parameters' bytes at least, where each step has some: the best
@@ -38,7 +38,7 @@ _SURE_S, _LEAST_STEPS = 7200.0, 64
 # even where it is of a few layers in 4 bits. After the last step only a whole average makes sense.
 _PART_AT_EACH, _PART_AT_TIMES, _PART_AT_END = 1e-4, 1e-3, 0.25
 
-# What else may connect ranks, unseen.
+# These modules may connect ranks, too, unseen.
 _OTHER_WAYS = (
     *("horovod.torch", "byteps.torch", "bagua", "hivemind", "torchft", "torchcomms"),
     *("mpi4py.MPI", "cupy.cuda.nccl", "ray.util.collective", "torch_xla"),
@@ -50,7 +50,7 @@ _STEPPED, _SURE, _SAID = "stepped", "sure", "said"
 
 
 class Watch:
-    """What is known of one default group's training on this rank. A step costs below 1 us.
+    """Knowledge of one default group's training on this rank. A step costs below 1 us.
 
     Not thread-safe, but for `end`, which comes once.
     """
@@ -167,7 +167,7 @@ class Watch:
         self._leave(c10d, key)
 
     def _word(self) -> str | None:
-        """What this rank has to leave in the store now."""
+        """Return the word that this rank has to leave in the store now, if any."""
         took_s = time.monotonic() - self._began
         sure = self._steps >= _SURE_STEPS or (self._steps >= _LEAST_STEPS and took_s >= _SURE_S)
         if sure:
@@ -311,7 +311,7 @@ def _trains(optimizer: Any) -> bool:
 
 
 def _operations_of_others(c10d: Any) -> int | None:
-    """Of groups that are not ours; None where they can't be counted: gloo's can."""
+    """Count operations of groups that are not ours; None if some can't be counted; gloo's can."""
     import torch
 
     adapter = sys.modules.get("deepytorch_c10d")

@@ -116,7 +116,7 @@ def timeout_of(made: Any) -> timedelta | None:
 
 
 def longest(limits: Iterable[timedelta | None]) -> timedelta:
-    """Of those that are known; torch's default where there is none."""
+    """Return the longest of the known limits, or torch's default if none is known."""
     known = [limit for limit in limits if limit is not None]
     return max(known, default=default_timeout(_torch_default_timeout()))
 
@@ -294,7 +294,7 @@ def describe(group: Any) -> None:
 
 
 def core_settings(options: config.Options) -> dict[str, Any]:
-    """What the options mean to the native core of a group: keywords of `create_backend`."""
+    """Return the options for the native core of a group: keywords of `create_backend`."""
     profile = config.profile_path(options)
     return {
         "tune": _tune(options),
@@ -308,9 +308,9 @@ def core_settings(options: config.Options) -> dict[str, Any]:
 
 
 def watches(spec: GroupSpec, *, options: config.Options) -> dict[str, Any]:
-    """What a group's backend asks when an operation fails, and with `debug` before each one.
+    """Return what a group's backend asks, as keywords of `create_backend`.
 
-    Keywords of `create_backend`.
+    It asks when an operation fails, and with `debug` before each one.
     """
     from deepytorch_core.hang import live, mismatch
 

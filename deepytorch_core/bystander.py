@@ -24,7 +24,7 @@ DECLINES = "declines"
 JOINS = "joins"
 """The key that a rank sets before it waits for the others."""
 
-# Whoever comes later than this finds the word that was left; the framework waits for it anyway.
+# A rank that comes later finds the word that was left; the framework waits for it anyway.
 _MEET_LIMIT_S = 20.0
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -101,7 +101,7 @@ def knows(rank: int) -> str:
 
 
 def disagreement(adapter: str, declining: Mapping[int, str]) -> IntegrationError:
-    """What is raised where these ranks, with the reasons they gave, do not join and others do."""
+    """Return the error for when these ranks, for the given reasons, don't join and others do."""
     reason = next(iter(declining.values()))
     alike = [rank for rank, why in declining.items() if why == reason]
     verb = "has" if len(alike) == 1 else "have"

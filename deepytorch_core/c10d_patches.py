@@ -62,7 +62,7 @@ def install(c10d: ModuleType, patches: Patches) -> None:
 
 
 def machine(c10d: Any) -> rewrite.Machine:
-    """What `rewrite` has to know."""
+    """Return the facts of torch and the machine that `rewrite` has to know."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()

@@ -29,7 +29,7 @@ def _renew_pool() -> None:
 
 os.register_at_fork(after_in_child=_renew_pool)
 
-# What helpers' work is given and found by, a second or two of imports.
+# Helpers' work is given and found by these imports, which take a second or two.
 _FOR_HELPERS = ("torch._inductor.compile_fx", "torch.fx._graph_pickler")
 
 

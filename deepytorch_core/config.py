@@ -449,7 +449,7 @@ def rendezvous_address(environ: Mapping[str, str] | None = None) -> tuple[str, i
 
 
 def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the user set of NCCL: its environment variables, and what its files of settings say."""
+    """Return the user's settings of NCCL: its environment variables, and its files of settings."""
     environ = os.environ if environ is None else environ
     own = environ.get("NCCL_CONF_FILE", "") or "~/.nccl.conf"
     found: dict[str, str] = {}
@@ -506,7 +506,7 @@ def is_set(variable: str) -> bool:
 
 
 def cache_dir() -> Path:
-    """Where deepytorch keeps what it made: `DEEPYTORCH_CACHE_DIR`, else the user's cache.
+    """Return the folder of deepytorch's own files: `DEEPYTORCH_CACHE_DIR`, else the user's cache.
 
     The folder need not exist. Raises RuntimeError when the user has no home folder.
     """
@@ -520,7 +520,7 @@ def cache_dir() -> Path:
 
 
 def profile_path(options: Options | None = None) -> Path | None:
-    """Where decisions are kept between runs: option `profile`, else a file in `cache_dir`.
+    """Return the file that keeps decisions between runs: option `profile`, else one in `cache_dir`.
 
     None when the user has neither an option nor a home folder.
     """

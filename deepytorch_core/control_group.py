@@ -1,4 +1,4 @@
-"""What the control group of this process, version 1 or 2, says: a container's limits."""
+"""A container's limits, as told by the control group of this process, version 1 or 2."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ class Memory:
 
     @classmethod
     def of(cls, group: ControlGroup, total_bytes: int) -> Memory:
-        """Of the group with the least left, a process's own or one above it; its own without any.
+        """Return the memory of the group with the least left, a process's own or one above it.
 
-        A limit of all of the machine's `total_bytes` is none.
+        Without any limit it is the process's own. A limit of all of the machine's `total_bytes` is
+        none.
         """
         found = [cls._at(level, total_bytes) for level in group.levels]
         limited = [(one.limit - one.used, one) for one in found if one.limit is not None]

@@ -1,8 +1,8 @@
-"""What the core and the c10d adapter have counted in this process.
+"""The counts that the core and the c10d adapter have made in this process.
 
-Native memory goes along where a process forks, and with it all that its parent had counted. That
-is left out here: a forked child begins at nothing. It is noted before the fork, by the parent: in
-the child a lock of the core's may be held for ever, by a thread that isn't there.
+A fork copies native memory, and with it all that the parent had counted. That is left out here: a
+forked child begins at nothing. The parent notes it before the fork: in the child a lock of the
+core's may be held for ever, by a thread that isn't there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def arrivals() -> list[Counted]:
 
 
 def plans() -> list[Counted]:
-    """What the native tuner settled on: `_core.plans()`."""
+    """Return the plans that the native tuner settled on: `_core.plans()`."""
     core = _core()
     settled: list[Counted] = core.plans() if core is not None else []
     return settled if _parents is None else [one for one in settled if one not in _parents.plans]
@@ -141,7 +141,7 @@ def _adapter() -> Any:
 
 
 def _without(rows: list[Counted], before: list[Counted]) -> list[Counted]:
-    """What was added to the counts of `before`. Several groups may have had a name, one by one."""
+    """Return the counts added since `before`. Several groups may have had a name, one by one."""
     left: dict[tuple[str, ...], Counted] = {}
     for row in before:
         sums = left.setdefault(_key(row), dict.fromkeys(_SUMS, 0))

@@ -52,7 +52,7 @@ class Counters:
     tuning_s: float = 0.0
 
     def since(self, before: Counters) -> Counters:
-        """What was added since; never negative, as counters can be reset."""
+        """Return the amounts added since; never negative, as counters can be reset."""
         names = [field.name for field in dataclasses.fields(self)]
         return Counters(*(max(0.0, getattr(self, n) - getattr(before, n)) for n in names))
 
@@ -65,7 +65,7 @@ def _clocks() -> tuple[float, float, float]:
 
 
 def counters() -> Counters:
-    """What is known now. Loads nothing that is not loaded."""
+    """Return the counters as known now. Loads nothing that is not loaded."""
     exposed_s, data_s, tuning_s = _clocks()
     waited_us = held_us = 0.0
     rank = global_rank()
@@ -148,7 +148,7 @@ class Course:
         return True
 
     def pause(self) -> None:
-        """What follows, up to the next step, belongs to no step."""
+        """Leave the time from now up to the next step out of all steps."""
         with self._lock:
             if self._open is not None and self._last_s > self._open[1]:
                 self._keep(self._open_bucket())

@@ -12,7 +12,7 @@ from deepytorch_core.console import say_once
 
 _made: list[dict[str, Any]] = []
 
-# What the chosen one is called where all is left as it would be without deepytorch.
+# The chosen one has such a name if all is left as it would be without deepytorch.
 _STOCK = frozenset({"stock", "off", "delegate", "eager", "launched", "padded"})
 
 

@@ -50,7 +50,7 @@ IN_ARGS = ("deepspeed_config", "deepscale_config")
 
 
 class _Armed:
-    """What has been put in place, now or by a hook that waits for the import."""
+    """Everything put in place, now or by a hook that waits for the import."""
 
     def __init__(self) -> None:
         self.patches = Patches()
@@ -179,7 +179,7 @@ def without_adapter(
 def _is_flagged(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    # Whatever is wrong with the call, DeepSpeed has the better words for it.
+    # DeepSpeed has the better words for whatever is wrong with the call.
     with contextlib.suppress(Exception):
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         in_args = [getattr(given.get("args"), name, None) for name in IN_ARGS]

@@ -20,7 +20,7 @@ STOCK_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The stock backend that serves tensors of a device type when native code does not."""
 
 
-# Of the native core: where each rank leaves the mark of its process in the group's store.
+# The native core has each rank leave the mark of its process here in the group's store.
 _MARK_KEY = "deepytorch/process/"
 _LOOK_FOR_DEAD_S = 0.2
 # After so long it is said who is waited for.
@@ -35,7 +35,7 @@ _PIECE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What torch passes when it makes a group's backend."""
+    """The arguments that torch passes when it makes a group's backend."""
 
     store: Store
     rank: int
@@ -63,7 +63,7 @@ class GroupSpec:
         )
 
     def global_rank(self, rank: int) -> int:
-        """What messages call the group's rank."""
+        """Return the number by which messages call the group's rank."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
     def dead(self) -> str:
@@ -268,7 +268,7 @@ class StockFactory:
         return f"group {spec.name} on rank {spec.global_rank(spec.rank)}: making gloo's part"
 
     def _why_unfit(self) -> str:
-        """What stops this process from making gloo's sockets and threads; "" for nothing."""
+        """Say what stops this process from making gloo's sockets and threads; "" for nothing."""
         from torch._C._distributed_c10d import HashStore
         from torch.distributed import distributed_c10d as c10d
 
@@ -360,7 +360,7 @@ class StockFactory:
         return made
 
     def _why_unconnected(self) -> str:
-        """What explains that gloo could not connect the ranks, as far as known."""
+        """Explain why gloo could not connect the ranks, as far as known."""
         if dead := self.who_died():
             return dead
         if not config.spans_nodes():

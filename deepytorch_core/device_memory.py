@@ -178,7 +178,7 @@ def release_retired() -> None:
 
 
 class GroupMemory:
-    """What a group's backend gives to who asks it for memory on GPUs."""
+    """Memory on GPUs that a group's backend gives to those who ask for it."""
 
     def is_there(self) -> bool:
         return not _why_not()
@@ -186,7 +186,7 @@ class GroupMemory:
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         import torch
 
-        # What a graph allocates while it captures has to be the graph's.
+        # Memory that a graph allocates while it captures has to be the graph's.
         if torch.cuda.is_current_stream_capturing():
             return torch.empty(size, dtype=dtype, device=device)
         return empty(size, dtype=dtype, device=device)

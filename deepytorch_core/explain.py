@@ -93,7 +93,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class DeviceAnswer:
-    """What groups of `ranks` GPUs decide by the profile; sizes as in Answer."""
+    """The decision of groups of `ranks` GPUs by the profile; sizes as in Answer."""
 
     device: str
     ranks: int
@@ -187,7 +187,7 @@ def _device_plans(profile: Path | None) -> Sequence[Mapping[str, Any]]:
 def answer(
     question: Question, plans: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
 ) -> Answer:
-    """What `_core.plans()` and `_core.statistics()` of rank 0 say about the question."""
+    """Answer the question from `_core.plans()` and `_core.statistics()` of rank 0."""
     share = question.bytes // _shares(question.op, question.world_size)
     (call,) = [row for row in calls if row["op"] == question.op]
     plan = next(
@@ -223,7 +223,7 @@ def answer(
 def device_answers(
     question: Question, plans: Sequence[Mapping[str, Any]]
 ) -> tuple[DeviceAnswer, ...]:
-    """What `_core.device_plans()` say about the question, for each kind of group they are of."""
+    """Answer the question from `_core.device_plans()`, for each kind of group they are of."""
     found = []
     for plan in plans:
         share = question.bytes // _shares(question.op, plan["ranks"])

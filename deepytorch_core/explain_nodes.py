@@ -1,4 +1,4 @@
-"""What a collective's plan does between nodes, as the native core says of the last one it ran."""
+"""A collective's plan between nodes, as the native core tells of the last one it ran."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BetweenNodes:
 
     @classmethod
     def of(cls, op: str, algorithm: str, groups: Sequence[Mapping[str, Any]]) -> Self | None:
-        """What `_core.node_groups()` say of that plan; None where none of theirs is it."""
+        """Read `_core.node_groups()` for that plan; None if none of theirs is it."""
         for group in groups:
             for plan in group["plans"]:
                 if (plan["op"], plan["algorithm"]) == (op, algorithm):

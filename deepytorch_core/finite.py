@@ -23,11 +23,11 @@ _MOST_NAMES = 5
 
 
 def fault_of(tensor: Tensor) -> str:
-    """What is wrong with the numbers of `tensor`; "" if all are finite.
+    """Say what is wrong with the numbers of `tensor`; "" if all are finite.
 
     Args:
         tensor: any dtype, shape and device; sparse ones by their values. Integers have no fault,
-            nor has what a CUDA graph captures, where nothing can be looked at.
+            nor have those that a CUDA graph captures, as nothing can be looked at there.
 
     Parameters whose gradients aren't finite are named: those of DistributedDataParallel models of
     this process and, where FSDP2 is about to scatter `tensor`, those within it.
@@ -101,7 +101,7 @@ def _bad_in_fsdp2(tensor: Tensor) -> Iterator[str]:
 
 
 def _fsdp2_locals(tensor: Tensor) -> dict[str, Any]:
-    """What FSDP2 knows in the call on this thread that is about to reduce `tensor`, or {}."""
+    """Return FSDP2's locals in the call on this thread that is about to reduce `tensor`, or {}."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "foreach_reduce":

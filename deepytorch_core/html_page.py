@@ -126,7 +126,7 @@ def rows(lines: Sequence[tuple[str, str, str]]) -> str:
 
 
 def keys(entries: Sequence[tuple[str, str]]) -> str:
-    """What the colours mean: colour and words (plain text) of each."""
+    """Return the key to the colours: colour and words (plain text) of each."""
     spans = "".join(
         f'<span><span class="key" style="background:{color}"></span>{html.escape(words)}</span>'
         for color, words in entries

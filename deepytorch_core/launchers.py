@@ -1,7 +1,7 @@
-"""What the launcher of a job told a process in its environment: pure functions.
+"""Pure functions that read what the launcher of a job told a process in its environment.
 
 srun tells every process how many there are, but neither where they meet nor which one of a job it
-is, so it is no launcher here; how many share a node is known from it all the same.
+is. So it is no launcher here, but it does tell how many share a node.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Launched:
-    """What the launcher of a job told this process.
+    """The facts that the launcher of a job told this process.
 
     `node` is the node's number or name where the launcher gives one, `job` a name that all local
     processes of the job share and others don't.
@@ -58,7 +58,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """What torchrun, horovodrun, mpirun or mpiexec said, the first that said something.
+    """Return the facts of torchrun, horovodrun, mpirun or mpiexec, the first that told any.
 
     None for a process that none of them started. Raises ValueError naming the variable that is no
     number.
@@ -104,7 +104,7 @@ def slurm_tasks(environ: Mapping[str, str]) -> int:
 
 
 def slurm_cpus_here(environ: Mapping[str, str]) -> int:
-    """What of this node's processors srun gave to all of them together; 0 where it isn't said."""
+    """Return the number of this node's processors that srun gave to all tasks; 0 if not said."""
     cpus = environ.get("SLURM_CPUS_ON_NODE", "") if slurm_tasks(environ) else ""
     return int(cpus) if cpus.isdecimal() else 0
 

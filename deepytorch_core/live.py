@@ -1,4 +1,4 @@
-"""What a run does right now: some numbers for frameworks' loggers, counted from call to call.
+"""Numbers of a run right now, for frameworks' loggers, counted from call to call.
 
 Adapters hand them to what their framework logs with, so that TensorBoard, Weights & Biases and the
 others show them beside the loss.
@@ -25,7 +25,7 @@ class Figures:
         self._state = self._now()
 
     def take(self) -> dict[str, float]:
-        """What came in since the last call; nothing when no step has ended since.
+        """Return the numbers since the last call; none if no step has ended since.
 
         * `step_ms`: how long a step took;
         * `exposed_share`, `data_share`: of the time, how much this rank spent in collectives that

@@ -19,8 +19,8 @@ from deepytorch_core.patching import Patches
 
 @dataclass
 class Waits:
-    """What loaders of the same settings did together: seconds between batches, and those of them
-    that were spent waiting for the next one."""
+    """Totals of the loaders of the same settings: seconds between batches, and those of them that
+    were spent waiting for the next one."""
 
     num_workers: int
     pin_memory: bool

@@ -44,7 +44,7 @@ _NVLINK_GBPS = (
 
 @dataclass(frozen=True)
 class Group:
-    """What lies at one NUMA node; `node` None for devices of which the machine does not say.
+    """The devices at one NUMA node; `node` is None for those of which the machine does not say.
 
     `bridges` are the GPUs by bridge of the processor, each of these by switch.
     """
@@ -179,7 +179,7 @@ def links(topology: Topology) -> list[Links]:
 
 
 def gbps(gpu: Gpu, link: GpuLink, peer: Gpu) -> tuple[float, bool]:
-    """What a link carries, and whether that was measured; (0, False) when it is not known."""
+    """Return the rate of a link and whether it was measured; (0, False) if it is not known."""
     if link.measured_mbps:
         return link.measured_mbps / 8000, True
     if link.nvlinks:

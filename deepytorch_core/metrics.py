@@ -124,7 +124,7 @@ def samples() -> Iterator[Sample]:
 
 
 class _Collector:
-    """What prometheus_client asks at every request."""
+    """The collector that prometheus_client asks at every request."""
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -235,7 +235,7 @@ def _serve_wanted() -> None:
 
 
 def _local_rank() -> int:
-    """What is added to the port: the rank where nobody said which one of its node's this is."""
+    """Return the number to add to the port: the local rank, or the rank if nobody told it."""
     return config.local_rank(default=global_rank())
 
 

@@ -8,7 +8,7 @@ from deepytorch_core import config
 
 
 def of_rank(usable: int) -> float:
-    """Of the `usable` ones of this process: all if it alone is bound to them, else its part."""
+    """Return a rank's share of `usable` cores: all if it alone is bound to them, else its part."""
     return float(usable) if _is_bound(usable) else usable / config.local_world_size()
 
 

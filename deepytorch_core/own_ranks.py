@@ -31,7 +31,7 @@ _TOOLS = ("multiprocessing.", "concurrent.", "torch.", "deepytorch", "joblib.", 
 
 @dataclass(frozen=True)
 class Companion:
-    """What processes that a script starts are accompanied by; goes to them by pickle or fork.
+    """Accompanies the processes that a script starts; goes to them by pickle or fork.
 
     Args:
         address: host and port that the launcher serves, as this process was told at its start.

@@ -14,7 +14,7 @@ MARK = "__deepytorch_original__"
 """Attribute of every function that replaces another: the one it replaces."""
 
 ENABLED = "DEEPYTORCH_ENABLED=0"
-"""What leaves everything as it is."""
+"""The setting that leaves everything as it is."""
 
 _Function = Callable[..., Any]
 
@@ -53,7 +53,7 @@ _layers: weakref.WeakKeyDictionary[_Function, _Layer] = weakref.WeakKeyDictionar
 
 
 def original_of(function: _Function) -> _Function:
-    """What stood where `function` stands before all replacements of ours; else `function`."""
+    """Return the function that was here before all replacements of ours; else `function`."""
     while function in _layers:
         function = getattr(function, MARK)
     return function
@@ -109,7 +109,7 @@ class Patches:
 
         setattr(replacement, MARK, original)
         is_class = isinstance(owner, type)
-        # What the class holds is not what it gives: staticmethod, or pybind11's instancemethod.
+        # A class gives other things than it holds: staticmethod, or pybind11's instancemethod.
         held = inspect.getattr_static(owner, name) if is_class else original
         told = Replaced(_full_name(owner), name, why, option)
         _layers[replacement] = _Layer(self, owner, name, held, code, told)

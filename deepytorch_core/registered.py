@@ -36,7 +36,7 @@ _placed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _asked: ContextVar[bool] = ContextVar("asked", default=False)
 # Activation's patches: while they are in force buckets are placed unasked.
 _automatic: Patches | None = None
-# What place_ddp_buckets put in place without activation.
+# The patches that place_ddp_buckets put in place without activation.
 _explicit = Patches()
 
 

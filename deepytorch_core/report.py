@@ -1,4 +1,4 @@
-"""What deepytorch did in this process: `deepytorch.report()`."""
+"""The report of what deepytorch did in this process: `deepytorch.report()`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from deepytorch_core.hang import starts as beginnings
 from deepytorch_core.hang.starts import Starts
 
 _DELEGATE = "delegate"
-# Of who begins last a line is said where it is one rank mostly, and later than ranks are by chance.
+# A line names the rank that begins last if it is mostly the same, and later than ranks are by
+# chance.
 _LEAST_LAG_US = 100.0
 
 
@@ -34,10 +35,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Who the ranks of a group waited for, in its native operations on host memory.
+    """The rank that others of a group waited for, in its native operations on host memory.
 
-    Of one rank of a group that spans nodes: the ranks of its own node. Nothing of operations that
-    the stock backend or a GPU carried out.
+    In a group that spans nodes, it covers only the ranks of this rank's node. Operations that the
+    stock backend or a GPU carried out are left out.
 
     Attributes:
         group: the group's name.
@@ -92,7 +93,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Report:
-        """What `to_dict` made plain. Raises ValueError for anything else."""
+        """Make a report of the plain values of `to_dict`. Raises ValueError for anything else."""
         names = {one.name for one in dataclasses.fields(cls)}
         given = {name: value for name, value in saved.items() if name in names}
         try:
@@ -131,8 +132,8 @@ class Report:
 
 
 def report(*, recent: bool = True) -> Report:
-    """What has been done so far, on this rank; makes nothing happen. Cheap without `recent`, which
-    takes about ten milliseconds for each rank of the node.
+    """Return all that was done so far, on this rank; makes nothing happen. Cheap without `recent`,
+    which takes about ten milliseconds for each rank of the node.
 
     A forked child's begins with the fork, but for choices made in Python, which are still in force.
     """

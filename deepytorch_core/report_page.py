@@ -52,7 +52,7 @@ def write(path: Path, reports: Mapping[str, Saved], comparisons: Sequence[Saved]
 
 
 def _against_stock(comparisons: Sequence[Saved]) -> list[str]:
-    """What was found by running the script with and without deepytorch."""
+    """List the findings of running the script with and without deepytorch."""
     return [_verdict(one) for found in comparisons for one in found["verdicts"]]
 
 
@@ -108,10 +108,10 @@ def _pace(reports: Sequence[Saved]) -> list[str]:
 
 
 def saved_s(report: Saved) -> float:
-    """What native collectives took less than stock's by the tuner's times, in seconds.
+    """Return the seconds that native collectives took less than stock's by the tuner's times.
 
-    Each kind of operation counts with its mean size. Not all of it is gained by the run: what is
-    hidden behind computation costs nothing either way.
+    Each kind of operation counts with its mean size. Not all of it is gained by the run: operations
+    hidden behind computation cost nothing either way.
     """
     total = 0.0
     for row in report.get("rows", ()):
@@ -209,7 +209,7 @@ def _memory(reports: Mapping[str, Saved]) -> str:
 
 
 def _stragglers(reports: Mapping[str, Saved]) -> str:
-    """Who was waited for, and who waited, over the run."""
+    """Show who was waited for, and who waited, over the run."""
     ranks = {name: one.get("course", {}).get("buckets", ()) for name, one in reports.items()}
     held = report_plots.heat_map(ranks, "held_s")
     waited = report_plots.heat_map(ranks, "waited_s")
@@ -239,7 +239,7 @@ def _collectives(rows: Sequence[Saved]) -> str:
                 shown_name(row["algorithm"]),
                 str(row["calls"]),
                 size_text(row["bytes"]),
-                # What the stock backend does is not timed.
+                # The stock backend's work is not timed.
                 f"{row['time_us'] / max(1, row['calls']) / 1e3:.3f}" if row["time_us"] else "",
                 str(row["reason"]),
             )

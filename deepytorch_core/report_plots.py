@@ -126,7 +126,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 class _Frame:
-    """Where numbers lie in a plot."""
+    """Places numbers in a plot."""
 
     def __init__(self, across: tuple[float, float], up: tuple[float, float]) -> None:
         self._across, self._up = _opened(across), _opened(up)

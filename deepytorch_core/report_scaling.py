@@ -81,14 +81,14 @@ class _Place:
         return HIERARCHICAL if self.nodes > 1 and carrier == _NATIVE else FLAT
 
     def shape(self, count: int) -> Shape:
-        """Of so many nodes or, on one node, of ranks that each have a link of their own."""
+        """Return the shape of so many nodes or, on one, of ranks that each have their own link."""
         local = self.ranks_per_node if self.nodes > 1 else 1
         return Shape(nodes=count, ranks=count * local, leaving=1)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one row of the report has of a step. `time_us` of a call is None where not measured."""
+    """The part of a step in one row of the report. `time_us` of a call is None if not measured."""
 
     op: str
     carrier: str
@@ -129,7 +129,7 @@ class _Fitted:
 
 
 class _Communication:
-    """What a step communicates, in milliseconds."""
+    """The communication of a step, in milliseconds."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Communication:
     ) -> None:
         self._parts, self._models, self._place = parts, models, place
         timed_ms, untimed_ms = self._on(place.today)
-        # What was exposed took that long at least: the tuner's times are those of a quiet machine.
+        # The exposed part took that long at least: the tuner's times are those of a quiet machine.
         self._slower = max(1.0, (exposed_ms - timed_ms) / untimed_ms) if untimed_ms else 1.0
 
     def on(self, count: int) -> float:
@@ -149,7 +149,7 @@ class _Communication:
         return timed_ms + self._slower * untimed_ms
 
     def _on(self, count: int) -> tuple[float, float]:
-        """Of what was timed, which has today's time today, and of the rest, by the model alone."""
+        """Return milliseconds of timed parts, today's time today, and of the rest, by the model."""
         timed_us = untimed_us = 0.0
         for part in self._parts:
             if not part.grows:
@@ -288,7 +288,7 @@ def _place(saved: Saved) -> _Place:
 
 
 def _parts(saved: Saved, course: Saved, ranks: int) -> Iterator[_Part]:
-    """What a step communicates. What is rarer than every other step belongs to none."""
+    """Yield what a step communicates. Operations rarer than every other step belong to none."""
     steps = course["steps"]
     totals: dict[tuple[str, str], int] = {}
     for row in saved.get("rows", ()):
@@ -297,7 +297,7 @@ def _parts(saved: Saved, course: Saved, ranks: int) -> Iterator[_Part]:
     times_us: dict[str, float] = {}
     for row in saved.get("rows", ()):
         times_us[row["group"]] = times_us.get(row["group"], 0.0) + row["time_us"]
-    # Which of a group's operations waited is not kept: each did by its share of their time.
+    # It is not kept which of a group's operations waited: each did by its share of their time.
     own = {
         one["group"]: 1 - one["waited_us"] / times_us[one["group"]]
         for one in saved.get("waiting", ())

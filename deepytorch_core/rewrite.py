@@ -1,4 +1,4 @@
-"""Which backend argument becomes which: the rules of `import deepytorch`, as pure functions.
+"""Rules of `import deepytorch` by which backend arguments become others, as pure functions.
 
 | asked for | default group | sub-group |
 |---|---|---|
@@ -9,7 +9,7 @@ for as `gloo`, else left alone |
 | `cpu:gloo,cuda:nccl` | each pair by itself | each pair by itself |
 | anything else, `deepytorch` too | left alone | left alone |
 
-A default group of `gloo` is what launchers choose on machines without GPUs, so it carries the
+Launchers choose a default group of `gloo` on machines without GPUs, so it carries the
 training. A sub-group of `gloo` beside another default group is made for what only gloo does or for
 threads of its own (asynchronous checkpoints, monitored barriers): small messages, nothing to win.
 
@@ -30,7 +30,7 @@ _BUILT_IN = ("gloo", "nccl", "ucc", "xccl", "mpi")
 
 @dataclass(frozen=True)
 class Machine:
-    """What this torch and machine offer; the same on every rank."""
+    """The abilities of this torch and machine; the same on every rank."""
 
     accelerator: str  # device type that torch was built for: "cpu" (none), "cuda", "xpu", ...
     has_nccl: bool
@@ -84,7 +84,7 @@ def sub_group(
 
 
 def upgraded(config: str, machine: Machine) -> str | None:
-    """What a stock group of `config` (device:backend pairs) becomes in place; None if nothing."""
+    """Return what a stock group of `config` (device:backend pairs) becomes in place, or None."""
     return _pairwise(config, machine)
 
 

@@ -1,7 +1,7 @@
-"""Who serves the job's store keeps it while the other ranks may need it, for a while.
+"""Keeps the job's store on the rank that serves it while others may need it, for a while.
 
-Groups meet at their first use, over the store. torch's own rendezvous has rank 0 serve that. Where
-it ends early the others could not use a group for the first time any more, so its process stays
+Groups meet at their first use, over the store. torch's own rendezvous has rank 0 serve that. If
+it ended early the others could not use a group for the first time any more. So its process stays
 until they have closed their connections to the store, `LIMIT_S` at most. A job without groups
 besides the default one needs no store by then, and nobody waits in it.
 """
@@ -32,7 +32,7 @@ _AWAITED_S = 0.5  # other ranks wait for this one already: better that they hear
 
 
 class _Keeper:
-    """What this process knows of the store of its default group."""
+    """Knows the store of this process's default group."""
 
     def __init__(self, store: Any) -> None:
         self.store: Any = store

@@ -35,9 +35,9 @@ def is_torchs(store: Any) -> bool:
 
 
 def lacks(store: Any) -> str:
-    """Which functions that we need a store has not got, in words; "" where it has all.
+    """Say in words which of the functions that we need a store lacks; "" if it has all.
 
-    The same on every rank, as far as their stores are of one kind.
+    It is the same on every rank, as far as their stores are of one kind.
     """
     from torch._C._distributed_c10d import PrefixStore
 

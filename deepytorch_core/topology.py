@@ -1,7 +1,7 @@
-"""What this machine is made of: cores, caches, NUMA nodes, memory, networks, GPUs and their links.
+"""The parts of this machine: cores, caches, NUMA nodes, memory, networks, GPUs and their links.
 
-The native core discovers it and owns the JSON format; here it is frozen dataclasses and a picture
-in plain text. Unknown is -1 for a NUMA node, 0 for a number and "" for a string.
+The native core discovers them and owns the JSON format; here they are frozen dataclasses and a
+picture in plain text. Unknown is -1 for a NUMA node, 0 for a number and "" for a string.
 """
 
 import dataclasses

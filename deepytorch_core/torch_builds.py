@@ -18,7 +18,7 @@ from pathlib import Path
 from deepytorch_core.errors import AdapterError
 
 RELEASES = ("2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0")
-"""What `deepytorch build --all-torch` compiles for."""
+"""The releases of torch that `deepytorch build --all-torch` compiles for."""
 
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _FETCH_LIMIT_S = 1800.0
@@ -112,7 +112,7 @@ def pick(version: str, folder: Path) -> Path:
 
 
 def unpack(wheel: Path, into: Path) -> TorchBuild:
-    """What compiling needs of a wheel of torch: headers, libraries to link, the version.
+    """Unpack the parts of a wheel of torch that compiling needs: headers, libraries, the version.
 
     Raises AdapterError for a file that is no such wheel.
     """

@@ -134,7 +134,7 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _batch_isend_irecv(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of host memory each message starts by itself and has a work of its own, as with gloo.
+    """Start each message of host memory by itself, with a work of its own, as with gloo.
 
     torch opens one batch per group for a backend that coalesces: two threads' batches get mixed up,
     and one that fails stays open, so that the group's next collectives are only noted down.

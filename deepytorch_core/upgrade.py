@@ -30,7 +30,7 @@ from deepytorch_core.hang import live
 
 @dataclass
 class _Upgraded:
-    """What a group was before; `ours` is kept because torch has one slot for it, once."""
+    """The state of a group before; `ours` is kept because torch has one slot for it, once."""
 
     config: str
     ours: Any

@@ -116,13 +116,13 @@ def undo_all() -> None:
 
 
 def trials() -> list[Trial]:
-    """What is still to be decided about the models that `compile` was given."""
+    """Return the trials still to be decided for the models that `compile` was given."""
     references = list(_compiled.values())
     known = [one for one in (reference() for reference in references) if one is not None]
     return [trial for trial in (one.trial for one in known) if trial is not None]
 
 
 def compilation_of(model: nn.Module) -> Compilation | None:
-    """What `compile` does to `model`, or None."""
+    """Return the compilation of `model` by `compile`, or None."""
     reference = _compiled.get(regions.unwrapped(model))
     return None if reference is None else reference()

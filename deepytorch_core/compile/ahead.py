@@ -45,9 +45,9 @@ MOST_HELPERS = 8
 LEAST_HELPERS = 2
 CORES_OF_A_HELPER = 2
 HELPER_BYTES = 1 << 30
-# Of main memory, of which the training is left some.
+# A helper takes so much main memory, of which the training is left some.
 HELPER_HOST_BYTES = 2 << 30
-# Of what the training has taken at most, that must be free beside them: batches differ.
+# This part of the most that the training has taken must be free beside them: batches differ.
 SPARE_MEMORY = 0.25
 # Helpers without work end so long after there was any.
 _IDLE_S = 5.0
@@ -68,7 +68,7 @@ def may_help(root: nn.Module, device: torch.device, *, num_ranks: int) -> bool:
     """Whether helpers can compile the model, as far as this rank knows."""
     found = regions.find(root)
     is_whole = [one.modules for one in found] == [(root,)]
-    # What torch compiles for DDP's buckets is in none of its caches: only parts can be handed over.
+    # Code for DDP's buckets is in none of torch's caches: only parts can be handed over.
     is_sent = num_ranks == 1 or not is_whole or is_in_parts(root)
     is_wanted = bool(found) and is_sent and len(policies.automatic(device)) == 1
     return is_wanted and why_not(device) is None
@@ -114,7 +114,7 @@ def _num_by_gpu(device: torch.device) -> int:
 
 
 def _host_bytes_left() -> int:
-    """Of main memory, on this machine and in this container."""
+    """Return the bytes left of main memory, on this machine and in this container."""
     machine = topology.discover().memory
     group = control_group.ControlGroup(control_group.read_file, "memory")
     taken = control_group.Memory.of(group, machine.total_bytes)
@@ -128,7 +128,7 @@ def _num_cores() -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a process goes by when it compiles, besides the graph."""
+    """The settings that a process goes by when it compiles, besides the graph."""
 
     inductor: dict[str, Any]
     functorch: dict[str, Any]
@@ -203,7 +203,7 @@ class Ahead:
         self._open: collections.Counter[str] = collections.Counter()
         self._asked_at = math.inf
         self._is_closed = False
-        # Whoever has it may come to collect a compilation, whose end closes its helpers.
+        # A thread that has it may come to collect a compilation, whose end closes its helpers.
         self._lock = threading.RLock()
         # Before they have taken any memory.
         self._num_helpers = min(_num_helpers(), _num_by_gpu(device))
@@ -363,7 +363,7 @@ def _facts_of(graph: GraphModule) -> tuple[_Input, ...]:
 
 
 def _packed(graph: GraphModule, policy: str, settings: Settings) -> bytes:
-    """What `helper` takes: the graph, what its inputs are, and settings.
+    """Pack a job for `helper`: the graph, what its inputs are, and settings.
 
     Raises whatever pickle does, and TypeError for inputs that are no tensors of fixed sizes.
     """
@@ -399,7 +399,7 @@ def _nodes(module: nn.Module) -> list[torch.fx.Node]:
 
 @dataclass(frozen=True)
 class _Input:
-    """What a graph takes: a tensor that has everything but memory."""
+    """An input of a graph: a tensor that has everything but memory."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]

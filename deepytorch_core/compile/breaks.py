@@ -1,4 +1,4 @@
-"""Where a capture ended early: graph breaks and failures, as file:line and reason."""
+"""Places where a capture ended early: graph breaks and failures, as file:line and reason."""
 
 from __future__ import annotations
 

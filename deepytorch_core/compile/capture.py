@@ -39,12 +39,13 @@ MOST_FAILURES = 3
 WATCHED_CALLS = 2
 # States of a module's attributes, after which it is taken to change them again and again.
 MOST_STATES = 8 * MOST_KINDS
-# Of the GPU's memory, that copies of the gradients may take. Larger models keep a GPU busy anyway.
+# Copies of the gradients may take this part of the GPU's memory. Larger models keep a GPU busy
+# anyway.
 MOST_GRADIENTS = 0.05
 
 
 class Sizes(Protocol):
-    """Who decides what sizes a module is called with, and can keep to a few of them."""
+    """Decides what sizes a module is called with, and can keep to a few of them."""
 
     def use_few(self, is_on: bool, by: str) -> None:
         """From now on fill batches up to a few sizes, or take them as they are."""
@@ -59,11 +60,11 @@ class Sizes(Protocol):
 
     @property
     def num_tokens(self) -> int | None:
-        """Of the last batch, without what it was filled up with."""
+        """Tokens of the last batch, without those that fill it up."""
 
     @property
     def state(self) -> Hashable:
-        """What the pass goes by, beside the module's arguments and attributes."""
+        """Everything that the pass goes by, beside the module's arguments and attributes."""
 
 
 _sizes: weakref.WeakKeyDictionary[nn.Module, Sizes] = weakref.WeakKeyDictionary()
@@ -78,7 +79,7 @@ def register_sizes(module: nn.Module, sizes: Sizes | None) -> None:
 
 
 def sizes_of(module: nn.Module) -> Sizes | None:
-    """What was registered for the module."""
+    """Return the sizes registered for the module."""
     return _sizes.get(module)
 
 
@@ -409,7 +410,7 @@ class _Attempt:
         )
 
     def _now(self) -> tuple[list[Any], list[int | None]]:
-        """What it could write to, and how often tensors among it were; None if nobody counts."""
+        """Return all it could write to, and how often tensors of it were; None if nobody counts."""
         # In evaluation they are hardly ever other ones, and to find them takes as long.
         things = list(self._root.buffers()) if self._root.training else list(self._buffers)
         things += tree_leaves(self._given)

@@ -247,7 +247,7 @@ class Capturing:
     def _finish(self, chosen: str, reason: str, times_ms: dict[str, float] | None = None) -> None:
         if not self._is_provisional:
             decisions.record(self._what, chosen, reason, times_ms=times_ms)
-        # What steps without graphs took before, or graphs and their rehearsals, on their stream.
+        # Steps without graphs took memory before, or graphs and their rehearsals, on their stream.
         is_memory_left = bool(times_ms) or self.num_captured > 0
         if chosen == LAUNCHED:
             self.undo()

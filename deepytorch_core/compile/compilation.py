@@ -1,4 +1,4 @@
-"""What `deepytorch.compile` does to one model, step by step of its training.
+"""The work of `deepytorch.compile` on one model, step by step of its training.
 
 `auto`: the first steps run as they are. Then the regions are compiled, and steps with and without
 take turns until one is faster beyond the noise, with as many tokens; the compiled way stays only if
@@ -6,9 +6,9 @@ that is it. Every step is an ordinary step of the training, none is run twice. R
 way: they count their forward passes alike, and decide from the slowest rank's times. None waits
 for that: steps go on as they were until all have answered (`Ranks.ask`).
 
-Where other processes compile (`ahead`), it is found out meanwhile whether eager passes are faster
-as CUDA graphs. If so the training waits in them, and both ways are replayed in the turns; what is
-faster then has to be faster than eager launches as well.
+If other processes compile (`ahead`), it is found out meanwhile whether eager passes are faster as
+CUDA graphs. If so the training waits in them, and both ways are replayed in the turns; the faster
+way then has to be faster than eager launches as well.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Compilation:
         self.phases.enter(None if self.is_settled else self._phase())
 
     def _phase(self) -> str:
-        """What the step that begins is for."""
+        """Return the purpose of the step that begins."""
         if self._capturing is not None:
             return "trial of CUDA graphs"
         if self._number < self._first:
@@ -265,7 +265,7 @@ class Compilation:
             self._samples.add(self._on, seconds, self._trained_tokens())
 
     def _trained_tokens(self) -> int:
-        """Of the last step."""
+        """Return the number of tokens of the last step."""
         sizes = capture.sizes_of(self._root)
         return (sizes.num_tokens if sizes is not None else None) or self._tokens
 
@@ -399,7 +399,7 @@ class Compilation:
             order = TakingOver(self._ranks, step_s, num_seeing=max(1, self._num_settling))
             helpers = ahead.begun(self, self._device, budget_s=helpers_s)
             self._helping = Helping(helpers, order, self.regions, is_patient=self._is_patient)
-        # What helpers could not do is compiled here one part in a step, all else in one step.
+        # Parts that helpers could not do are compiled here one in a step, all else in one step.
         num_in_step = 1 if is_helped else len(self.regions)
         self._lower = timeouts.hold_off(self._budget_s * num_in_step)
         # A trial may end, and its model go, before anything is decided.
@@ -457,7 +457,7 @@ class Compilation:
     def _is_compiled(self, region: CompiledRegion) -> bool:
         if self._on or self._helping is None or region.is_prepared:
             return self._on
-        # What is captured meanwhile, for other sizes, has to be eager.
+        # A pass that is captured meanwhile, for other sizes, has to be eager.
         return self._helping.is_loading or not self._is_replaying
 
     def _install(
@@ -519,7 +519,7 @@ class Compilation:
             torch.cuda.empty_cache()  # what its graphs have left
         is_open = reason in (UNDECIDED, SLOWER) and not was_replaying
         if is_open and times_ms and self._may_capture():
-            # Where launches take the time, what a GPU saves shows only when steps are replayed.
+            # If launches take the time, savings on the GPU show only when steps are replayed.
             self._open = reason, times_ms
         elif reason == FASTER and are_both:
             self._open = ONLY_REPLAYED, times_ms or {}

@@ -26,11 +26,11 @@ Call = Callable[[], object]
 
 
 def clock_for(module: nn.Module, call: Call, ranks: guard.Ranks) -> guard.Clock:
-    """What gives the seconds on the GPU of a call that trains `module`; collective over `ranks`.
+    """Return a clock of a call's seconds on the GPU as it trains `module`; collective over `ranks`.
 
-    By replays where `call`, which has run before, can be captured on every rank. Otherwise, it is
-    launched while the GPU is kept busy with something else: GPUs take about a thousand launches
-    ahead, so that of a longer call the rest is timed as it is launched.
+    It replays `call`, which has run before, if every rank can capture it. Otherwise, `call` is
+    launched while the GPU is kept busy with something else. GPUs take about a thousand launches
+    ahead, so the rest of a longer call is timed as it is launched.
     """
     device = next(module.parameters()).device
     recorder = Recorder(device)

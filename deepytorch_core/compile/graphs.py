@@ -34,13 +34,13 @@ _TAG = "-repeatable-backward"
 # float16 ends at 65504. A way that adds up in another order, or goes through larger numbers on its
 # way to the same gradients, gets this much room below that before it counts as wrong.
 _LARGEST_IN_FLOAT16 = 65504 / 16
-# What gradients are made smaller by where even those of the graph's own form are no numbers.
+# Gradients are made smaller by this if even those of the graph's own form are no numbers.
 _STEP_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24
 
 
 @dataclass
 class Settled:
-    """What became of a graph: the policy that runs it, median seconds, and why others don't."""
+    """The outcome for a graph: the policy that runs it, median seconds, and why others don't."""
 
     chosen: str
     times_s: dict[str, float]
@@ -153,7 +153,7 @@ class Graph:
         return None
 
     def _shapes(self, args: Sequence[Any]) -> Any:
-        """What torch asks of each part that DDP's buckets cut a graph into, while it compiles.
+        """Answer what torch asks, as it compiles, of each part that DDP's buckets cut a graph into.
 
         AOTAutograd makes the first call of what it compiled such a call, so each candidate gets
         its own. Nothing may be measured yet: a backward pass would wait for the compiler's lock.
@@ -321,7 +321,7 @@ class _Results:
 
     @classmethod
     def of(cls, run: Runner, args: Sequence[Any], scale: float = 1.0) -> _Results:
-        """What `run` makes of copies of `args`: outputs, gradients, and inputs it wrote to.
+        """Run `run` on copies of `args`; return outputs, gradients, and inputs it wrote to.
 
         `scale` is of the gradients that the outputs get.
         """
@@ -359,7 +359,7 @@ class _Results:
         return self.scale * 2.0 ** -math.ceil(math.log2(largest / _LARGEST_IN_FLOAT16))
 
     def against(self, found: _Results, limits: _Results | None = None) -> str | None:
-        """What differs; up to what `limits`, from rounded inputs, differ from these as well."""
+        """Say what differs by more than `limits`, from rounded inputs, differ from these."""
         for what in ("outputs", "gradients", "inputs"):
             mine, theirs = getattr(self, what), getattr(found, what)
             rounded = getattr(limits, what) if limits else None

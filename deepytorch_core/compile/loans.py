@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Loans:
-    """Which tensors over the graphs' memory others have. Graphs outlive them, and so the memory."""
+    """Tensors of others over the graphs' memory. Graphs outlive them, and so does the memory."""
 
     def __init__(self) -> None:
         _forget_the_dead()
@@ -32,7 +32,7 @@ class Loans:
         self._graphs.extend(graphs)
 
     def let_go(self) -> None:
-        """Of all graphs, which nobody runs again. With this object they might stay very long."""
+        """Let go of all graphs, never to run again. With this object they might stay very long."""
         _bury(self._lent, list(self._graphs))
         self._graphs.clear()
 

@@ -1,7 +1,7 @@
-"""What a module's Python code may go by: everything that a replayed pass has frozen.
+"""Everything that a module's Python code may go by, which a replayed pass has frozen.
 
-A pass that is replayed runs no Python, so it is the same only while all of this is the same. What
-can't be seen are globals and closures of functions.
+A pass that is replayed runs no Python, so it is the same only while all of this is the same.
+Globals and closures of functions can't be seen.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from deepytorch_core.compile import recorders, seam, switches
 _Facts = tuple[Hashable, ...]
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-"""What is compared by value; everything else is who it is."""
+"""Types that are compared by value; all else is compared by identity."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Objects within objects that are looked into, such as dictionaries of a model's configuration.
 _DEPTH = 3
 # Lists and dictionaries of a module's attributes live on with each.
 MOST_KNOWN = 24
-# Of a list or dictionary; longer ones are data rather than settings.
+# A list or dictionary may have so many; longer ones are data rather than settings.
 _MOST_ITEMS = 256
 
 
@@ -56,7 +56,7 @@ def hooked(
 
 
 def hooks_inside(root: nn.Module) -> list[dict[int, Any]]:
-    """Where the hooks of modules inside are kept, to see whether there are any."""
+    """Return the tables of the hooks of modules inside, to see whether there are any."""
     inside = [vars(one) for one in root.modules() if one is not root]
     return [own[hooks] for own in inside for hooks in _HOOKS if own.get(hooks) is not None]
 
@@ -260,7 +260,7 @@ Attributes = list[tuple[nn.Module, dict[str, Any], dict[str, int]]]
 
 
 def attributes_of(root: nn.Module) -> Attributes:
-    """What modules' attributes are, and how long lists among them."""
+    """Return the attributes of modules, and how long the lists among them are."""
     return [
         (one, dict(vars(one)), {n: len(v) for n, v in vars(one).items() if isinstance(v, list)})
         for one in root.modules()

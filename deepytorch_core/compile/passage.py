@@ -35,7 +35,7 @@ def through(border: Border, run: Runner, args: Sequence[Any]) -> list[Any]:
     state.places = [place for place in border.places() if outputs[place].requires_grad]
     if not state.places:
         return outputs
-    # What autograd is to save. Parameters live on, and stock's hooks saw them already.
+    # Autograd is to save these. Parameters live on, and stock's hooks saw them already.
     state.saved = [
         place
         for place, one in enumerate(args)

@@ -1,4 +1,4 @@
-"""Where the time of a trial goes: seconds and steps of each phase, for people who wonder."""
+"""The time of a trial by its phases: seconds and steps of each, for people who wonder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Spent:
-    """What a phase has taken so far."""
+    """Time and steps that a phase has taken so far."""
 
     seconds: float = 0.0
     steps: int = 0

@@ -1,4 +1,4 @@
-"""What CUDA graphs are made with: capture, the memory that they share, the stream of captures.
+"""The means to make CUDA graphs: capture, the memory that they share, the stream of captures.
 
 The mechanics under `replay`, apart from what is captured.
 """
@@ -29,7 +29,7 @@ class NotCapturedError(Exception):
 
 
 class Graph(Protocol):
-    """What was recorded."""
+    """A recorded graph."""
 
     def replay(self) -> None:
         """Do it again: the same operations at the same addresses."""
@@ -87,7 +87,7 @@ class Recorder:
         self._last = stream
 
     def number(self) -> Tensor:
-        """Where the device's random numbers are."""
+        """Return the state of the device's random numbers."""
         return torch.cuda.get_rng_state(self.device)
 
     def rewind(self, number: Tensor) -> None:
@@ -126,8 +126,8 @@ class Recorder:
                 result = run()
         except Exception:
             if torch.cuda.current_stream(self.device) != outer:
-                # What CUDA forbids in a capture, such as waiting in a library of the program's, has
-                # ended it: torch's context manager has failed too, in the middle.
+                # Something that CUDA forbids in a capture, such as waiting in a library of the
+                # program's, has ended it. torch's context manager has failed too, in the middle.
                 torch.cuda.set_stream(outer)
                 torch.cuda.set_device(device)
                 self.is_spoiled = True

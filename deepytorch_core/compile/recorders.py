@@ -73,7 +73,7 @@ def set_aside(hooks: Iterable[dict[int, Any]]) -> Iterator[None]:
         yield
     finally:
         for own, before in taken:
-            # Whatever was put on meanwhile comes behind.
+            # Hooks that were put on meanwhile come behind.
             added = dict(own)
             own.clear()
             own.update(before | added)

@@ -55,8 +55,8 @@ MOST_COMPILES = 6
 # A further policy may take as long as the compiles that sharing has saved, and this much longer
 # than the first.
 SLOWER_POLICY = 3.0
-# Of the budget, after which no further graph of the same call is compiled: backward graphs, which
-# are made later, take about as long as forward ones.
+# After this share of the budget no further graph of the same call is compiled: backward graphs,
+# which are made later, take about as long as forward ones.
 FORWARD_SHARE = 0.5
 
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -66,7 +66,7 @@ _number = 0
 
 @dataclass
 class Told:
-    """What is known of a region for the report."""
+    """Facts of a region for the report."""
 
     chosen: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -273,7 +273,7 @@ class CompiledRegion:
             self.give_up(text)
 
     def backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        """What Dynamo calls with each graph that it has captured."""
+        """Take a graph from Dynamo, which calls this with each one that it has captured."""
         self.told.num_compiles += 1
         self._hold.begin(self.region.name, len(self.region.modules))
         place = breaks.of(graph)
@@ -450,7 +450,7 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _Question:
-    """What is asked before each call. The object whose method it is has the region: not kept."""
+    """The question before each call. The object whose method it is has the region: not kept."""
 
     def __init__(self, is_on: Callable[[CompiledRegion], bool]) -> None:
         is_method = isinstance(is_on, types.MethodType)
@@ -462,7 +462,7 @@ class _Question:
         return is_on is not None and is_on(region)
 
     def owner(self) -> object:
-        """Who answers."""
+        """Return the object that answers."""
         return self._reference()
 
 

@@ -1,4 +1,4 @@
-"""What of a model is compiled together: its repeated blocks, or all of it.
+"""Parts of a model that are compiled together: its repeated blocks, or all of it.
 
 A compile takes as long for one block as for eighty equal ones, so blocks are worth more than the
 whole as soon as most of a model is repeated. Below the hooks: a region never contains a module
@@ -20,7 +20,7 @@ from deepytorch_core.compile import module_state, recorders
 
 # How many times fewer modules are compiled by blocks than as a whole, at least.
 LEAST_SAVING = 3.0
-# Of a model's modules with parameters, that its trunk has at least.
+# A model's trunk has at least this part of its modules with parameters.
 SHARE_OF_TRUNK = 0.7
 # Below a block that can't be compiled as one, of its parameters.
 LEAST_OF_BLOCK = 0.05
@@ -152,7 +152,7 @@ def signature(module: nn.Module) -> object:
 
 
 def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Of the whole, where ZeRO-3 has a part of it here."""
+    """Return the shape of the whole, also if ZeRO-3 has only a part of it here."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -76,7 +76,7 @@ class Call:
         return args, kwargs
 
     def key(self) -> tuple[Any, ...]:
-        """What calls that one graph serves have in common."""
+        """Return the common key of the calls that one graph serves."""
         places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         plain = tuple(places.get(id(leaf), (type(leaf), leaf)) for leaf in self.leaves)
         shapes = tuple(
@@ -86,7 +86,7 @@ class Call:
 
 
 class Token:
-    """Of one forward pass: alive until its results are gone, done after its backward pass.
+    """Stands for one forward pass: alive until its results are gone, done after its backward pass.
 
     Args:
         repeated: called where the pass is made again, without graphs, for a backward pass.
@@ -182,7 +182,7 @@ class Replay:
                     static.zero_() if seed is None else static.copy_(seed)
             self._backward_graph.replay()
             gradients = self._given()
-        # What has no part in the outputs that were used has no gradient, rather than zeros.
+        # Tensors without a part in the outputs that were used have no gradient, rather than zeros.
         used = [under for under, seed in zip(self._under, seeds, strict=True) if seed is not None]
         places = map(id, (*self._parameters, *self._inputs))
         return [
@@ -231,7 +231,7 @@ class Replay:
         return list(found)
 
     def _once_more(self, call: Call, number: Tensor | None, tensors: Sequence[Tensor]) -> list[Any]:
-        """What the module returns without graphs; buffers and random numbers stay as they are."""
+        """Run the module without graphs; buffers and random numbers stay as they are."""
         enabled, dtype = self._autocast
         buffers = guard.Contents(self._buffers)
         args, kwargs = call.given(tensors)
@@ -255,7 +255,7 @@ class Replay:
 
     @property
     def is_differentiable(self) -> list[bool]:
-        """Of each output."""
+        """Whether each output is differentiable."""
         return self._differentiable
 
     def _copy_in(self, tensors: Sequence[Tensor]) -> None:
@@ -275,7 +275,7 @@ class Replay:
     def _rehearse(
         self, given: tuple[Any, Any], numbers: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What it gives without graphs; compilers come to an end, and facts are noted."""
+        """Run it without graphs; compilers come to an end, and facts are noted."""
         host = module_state.host_random_numbers()
         inputs = [(one, one._version) for one in self._static]
         leaves, self._spec = self._run(given)
@@ -301,7 +301,7 @@ class Replay:
             graphs.seed(one, number) if chosen[number] else None
             for number, one in enumerate(tensors)
         ]
-        # What no output depends on has no gradient; what another output than the loss does may.
+        # Tensors under no output have no gradient; those under another output than the loss may.
         self._under = [_leaves_under([one]) for one in tensors]
         reached = set[int]().union(*self._under)
         self._parameters = [one for one in self._parameters if id(one) in reached]
@@ -475,14 +475,14 @@ class _Pass(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Of an output that is computed when somebody reads it."""
+    """The facts of an output that is computed when somebody reads it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _kept(leaf: Any) -> Any:
-    """What is known of an output before it is computed: itself, where it is no tensor."""
+    """Return the facts of an output before it is computed: itself, if it is no tensor."""
     if isinstance(leaf, _LATE):
         return _LeftOut(tuple(leaf.shape), leaf.dtype)
     return Tensor if isinstance(leaf, Tensor) else leaf

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-# What of `nn.Module` itself decides how modules inside are called.
+# These methods of `nn.Module` itself decide how modules inside are called.
 _OF_ALL_MODULES = ("__call__", "_call_impl", "__getattr__", "__setattr__")
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 

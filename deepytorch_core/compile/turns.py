@@ -64,7 +64,7 @@ def are_alike(candidate: list[float], standing: list[float]) -> bool:
 
 
 def verdict(standing: list[float], candidate: list[float], *, is_last: bool) -> str | None:
-    """Which way is faster, as far as steps have shown; None where more of them may tell.
+    """Tell which way is faster, as far as steps have shown; None if more of them may tell.
 
     Args:
         standing, candidate: seconds of steps.
@@ -83,7 +83,7 @@ Rows = dict[str, list[float]]
 
 
 class Samples:
-    """What the counted steps of both ways took, and how many tokens they trained."""
+    """The seconds of the counted steps of both ways, and how many tokens they trained."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}

@@ -1,4 +1,4 @@
-"""Which outputs of a region's graphs get gradients, as its backward passes have shown."""
+"""Outputs of a region's graphs that get gradients, as its backward passes have shown."""
 
 from __future__ import annotations
 

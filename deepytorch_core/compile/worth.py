@@ -63,7 +63,7 @@ def least_run_s(cost: float) -> float:
 
 
 class Outlook:
-    """What compiling a model will take. To look takes milliseconds, so it is rarely done again."""
+    """Estimates what compiling a model will take. A look takes milliseconds, so it is rare."""
 
     def __init__(self) -> None:
         self._is_helped = False

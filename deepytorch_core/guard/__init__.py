@@ -81,9 +81,9 @@ __all__ = [
 ]
 
 STOCK = "stock"
-# Where a trial has a clock of its own, little of the machine's noise is in what it gives.
+# If a trial has a clock of its own, its times have little of the machine's noise.
 CLOCKED_ROUNDS = 3
-# Of each way, after which what the noise hides stays hidden.
+# After so many samples of each way, a difference hidden by the noise stays hidden.
 MOST_SAMPLES = 4 * ROUNDS
 # An exception is cut to so many characters.
 _MOST_SAID = 240
@@ -100,7 +100,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is run to judge candidates.
+    """The computation that is run to judge candidates.
 
     Args:
         module: what the candidates change, and whose state must not change.
@@ -123,7 +123,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decision:
-    """What `choose` came to; times in milliseconds, the slowest rank's medians and noise."""
+    """The outcome of `choose`; times in milliseconds, the slowest rank's medians and noise."""
 
     what: str
     chosen: str
@@ -204,7 +204,7 @@ def best(times: Mapping[str, Sequence[float]], stock: str = STOCK) -> str:
 def _known(
     wanted: Mapping[str, Any], candidates: Sequence[Candidate], ranks: Ranks
 ) -> Candidate | str | None:
-    """What rank 0's profile says: a candidate, or "stock"."""
+    """Return the choice in rank 0's profile: a candidate, or "stock"."""
     entry = None if config.current().tune == "force" else profile.find(wanted)
     chosen = ranks.gather(entry and entry["chosen"])[0]
     if chosen == STOCK:
@@ -344,7 +344,7 @@ class _Judge:
         return None
 
     def _limits(self) -> Any:
-        """What stock computes when its weights are rounded anew: deep modules amplify that."""
+        """Return stock's results with its weights rounded anew: deep modules amplify that."""
         if self._rounded is None:
             parameters = list(self._trial.module.parameters())
             kept = [parameter.detach().clone() for parameter in parameters]
@@ -385,7 +385,7 @@ class _Judge:
                     clock=self._clock,
                 )
             except Exception as error:
-                # Of stock's way, it may be what times it that failed, or memory beside a step's.
+                # If stock's way failed, it may be due to its timing, or to memory beside a step's.
                 is_trials = self._clock is not None or isinstance(error, torch.OutOfMemoryError)
                 if self._in_place is None and not is_trials:
                     raise  # stock itself failed

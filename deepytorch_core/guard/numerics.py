@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-# Of the norm of the difference to that of the reference. An element may be this many times further
-# off, relative to the largest: sums in another order, rounded at every step of a block's depth.
+# The norm of the difference may be this part of that of the reference. An element may be
+# WORST_ELEMENT times further off, relative to the largest: sums in another order, rounded at every
+# step of a block's depth.
 TOLERANCES = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -128,7 +129,7 @@ def _difference(
     if not bool(finite.any()):
         return None
     error, worst = _distances(a, b, finite)
-    # What cancels to zero but for rounding has no relative error.
+    # Numbers that cancel to zero but for rounding have no relative error.
     scale = float(a.detach()[finite].abs().max()) / unit
     if scale < torch.finfo(a.dtype).eps and worst * scale < limit * 1e-3:
         return None
@@ -147,7 +148,7 @@ def _difference(
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
-    """Of `b` from `a`: in the norm and at the worst element, relative to those of `a`."""
+    """Return distances of `b` from `a`: in norm and at the worst element, relative to `a`'s."""
     # A format finer than their own.
     wide = torch.float32 if a.dtype.itemsize < 4 else torch.float64
     wide = torch.complex128 if a.is_complex() else wide

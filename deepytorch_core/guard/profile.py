@@ -33,7 +33,7 @@ _told: set[str] = set()  # what was said, each once
 
 
 def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
-    """What a decision holds for: `facts` of JSON's types, this machine and these versions."""
+    """Return the key of a decision: `facts` of JSON's types, this machine and these versions."""
     from deepytorch_core.bench import record
 
     return {
@@ -68,7 +68,7 @@ def notes() -> list[dict[str, Any]]:
 
 
 def _of(document: Mapping[str, Any], name: str = "decisions") -> list[dict[str, Any]]:
-    """What is a decision, or a note, at all; people may write to the file."""
+    """List the entries that are decisions, or notes, at all; people may write to the file."""
     found = document.get(name, [])
     if not isinstance(found, list):
         return []

@@ -1,4 +1,4 @@
-"""What a trial may change without the training noticing: saved before, put back after."""
+"""State that a trial may change without the training noticing: saved before, put back after."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
 
 
 class Contents:
-    """What is in some tensors. Expanded ones, which nothing can write to, are left out."""
+    """The values of some tensors. Expanded ones, which nothing can write to, are left out."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._kept = [(one, one.detach().clone()) for one in tensors if not _is_expanded(one)]

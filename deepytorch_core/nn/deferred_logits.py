@@ -275,13 +275,13 @@ class DeferredLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Whatever came past __torch_function__, such as operations called from C++. They are
+        # Some operations bypass __torch_function__, such as those called from C++. They are
         # below autograd.
         return func(*_each(_values, args), **_each(_values, dict(kwargs or {})))
 
 
 class _Origin:
-    """What deferred logits come from. It doesn't know them: an autograd graph may keep it."""
+    """The source of deferred logits. It doesn't know them: an autograd graph may keep it."""
 
     def __init__(
         self,
@@ -408,7 +408,7 @@ def _deferred(
         made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, tuple(shape), dtype=origin.dtype, device=device, requires_grad=False
         )
-        # Who asks C++ for its memory, as `torch.utils.dlpack.to_dlpack` does, gets an error.
+        # A caller that asks C++ for its memory, like `torch.utils.dlpack.to_dlpack`, gets an error.
         with torch._C.DisableTorchFunctionSubclass():
             torch._C._set_throw_on_mutable_data_ptr(made)
         return made
@@ -444,7 +444,7 @@ def apart() -> Iterator[None]:
 # A compiler would take what is read for an input of its own.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _on_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What `func` gives for the logits themselves."""
+    """Return the result of `func` for the logits themselves."""
     args, kwargs = _each(read, args), _each(read, kwargs)
     with torch._C.DisableTorchFunctionSubclass():  # for those that stay as they are
         return func(*args, **kwargs)

@@ -32,7 +32,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a training runs with.
+    """The conditions that a training runs with.
 
     Args:
         model: before it is wrapped, sharded or moved.
@@ -73,7 +73,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a kernel may come in.
+    """A place where a kernel may come in.
 
     Args:
         kind: kernels of this kind are considered.

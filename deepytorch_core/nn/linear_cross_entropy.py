@@ -186,7 +186,7 @@ def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 class _AnyHead(torch.autograd.Function):
-    """Whatever the head computes, differentiated chunk by chunk."""
+    """Any computation of a head, differentiated chunk by chunk."""
 
     @staticmethod
     def forward(

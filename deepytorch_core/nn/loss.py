@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 IGNORED_LABEL = -100
-"""What `torch.nn.functional.cross_entropy` leaves out by default."""
+"""The label that `torch.nn.functional.cross_entropy` leaves out by default."""
 
 
 @dataclass(frozen=True)

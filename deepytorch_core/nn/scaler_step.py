@@ -25,7 +25,7 @@ from torch.optim import optimizer as hooks
 from deepytorch_core.patching import Patches
 
 _FOLDER = os.path.dirname(hooks.__file__)
-# Whose hooks on steps may see one too many.
+# Hooks of these modules on steps may see one too many.
 _OWN = ("deepytorch_core.nn.", "deepytorch_core.course", "deepytorch.integrations.")
 
 _optimizers: weakref.WeakKeyDictionary[Optimizer, Callable[[], bool]]

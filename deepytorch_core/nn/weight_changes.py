@@ -12,11 +12,11 @@ from deepytorch_core.console import say_once
 
 
 class Steps:
-    """Which optimizers have stepped, and when; a parameter's version does not tell: fused kernels
-    leave it as it is.
+    """Knows which optimizers have stepped, and when; a parameter's version does not tell: fused
+    kernels leave it as it is.
 
-    To be registered with `register_optimizer_step_post_hook`. A step costs next to nothing: what
-    it may have changed is found out when somebody asks.
+    To be registered with `register_optimizer_step_post_hook`. A step costs next to nothing: its
+    possible changes are found out when somebody asks.
 
     Attributes:
         count: of steps so far.

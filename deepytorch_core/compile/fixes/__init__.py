@@ -34,10 +34,10 @@ class Fix(ABC):
 
     @abstractmethod
     def around(self, model: nn.Module) -> Around | None:
-        """What each captured pass of `model` runs in; None where the case can't arise.
+        """Return what opens around captured passes of `model`; None if the case can't arise.
 
-        What is changed for the pass outside the model must not reach other threads, and has to be
-        as before once it is closed.
+        Its changes outside the model for the pass must not reach other threads. All of them have to
+        be undone once it is closed.
         """
 
 
@@ -62,7 +62,7 @@ def names() -> list[str]:
 
 
 def applied(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes as `forward`, the module's, does; `forward` itself where nothing is known."""
+    """Return a function like `forward`, the module's; `forward` itself if nothing is known."""
     # Compiled code would be compiled anew for another function in the same place.
     if isinstance(forward, Forward):
         return forward

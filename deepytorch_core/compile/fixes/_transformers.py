@@ -1,4 +1,4 @@
-"""What fixes for transformers' models ask."""
+"""Questions that fixes for transformers' models ask."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def get(name: str) -> Policy:
 
 
 def automatic(device: torch.device) -> list[Policy]:
-    """What `auto` tries on `device`, in order."""
+    """Return the policies that `auto` tries on `device`, in order."""
     _load()
     return [one for one in _table.values() if one.automatic and one.why_not(device) is None]
 

@@ -262,7 +262,7 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
     for group in optimizer.param_groups:
         own = []
         for parameter in group["params"]:
-            # Of one that ZeRO-3 keeps a part of on each rank the shape of the whole.
+            # ZeRO-3 may keep a part of it on each rank: this is the shape of the whole.
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             size = math.prod(shape)
             if size and (size <= left or not start):
@@ -291,7 +291,7 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
         for _ in range(_STEPS):
             probed.step()
         return [
-            # What rounding in half precision leaves of an update is not comparable.
+            # The rest of an update after rounding in half precision is not comparable.
             (now - then).detach() if now.dtype.itemsize >= 4 else now.detach().clone()
             for now, then in zip(own_parameters, start, strict=True)
         ]

@@ -29,7 +29,7 @@ KIND = "rms_norm"
 
 
 def epsilon(module: nn.Module) -> float | None:
-    """What the module adds to the mean square; None if it does not say."""
+    """Return the number that the module adds to the mean square; None if it does not say."""
     for name in ("variance_epsilon", "eps"):
         value = getattr(module, name, None)
         if isinstance(value, float):
