@@ -14,6 +14,7 @@ it is; so do those after it, and gradients of parts that were handed out go to t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -304,7 +305,7 @@ class _Parts:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.hidden: Any = None
-        self._ends = torch.tensor([0, *lengths], device="cpu").cumsum(0).tolist()
+        self._ends = [0, *itertools.accumulate(lengths)]
         self._taken: list[Tensor | None] = [None] * len(lengths)
 
     def take(self, number: int) -> Tensor:
