@@ -18,6 +18,7 @@ from deepytorch_core.testing.soak import __main__ as soak
 
 LIMIT_S = 8.0
 ROUNDS = 30
+PAUSE_S = 0.1  # between rounds: the stranger finds each group's sockets meanwhile
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 
 
@@ -26,6 +27,7 @@ def exchange(rank: int, world_size: int) -> tuple[float, bool]:
     longest, is_right = 0.0, True
     for number in range(ROUNDS):
         group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+        time.sleep(PAUSE_S)
         began = time.monotonic()
         got = torch.zeros(3, dtype=torch.float32)
         sent = torch.full((3,), number * 10.0 + rank, dtype=torch.float32)
