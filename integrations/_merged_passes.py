@@ -121,6 +121,7 @@ class MergedPasses:
         self._is_due = False  # whether the trunk's next call is that of the micro-batch
         self._num_alike = 0  # steps in a row whose micro-batches called the model once each
         self._is_strange = False  # whether the step under way has had another call
+        self._is_over = False  # whether its trunk has shown that its passes can't be shared
         found = seam.opened(model.base_model)
         assert found is not None
         found.around = self._around
@@ -152,7 +153,7 @@ class MergedPasses:
             self._abandon()
             return None
         self._next += 1
-        if self._num_alike < WATCHED_STEPS:
+        if self._is_over or self._num_alike < WATCHED_STEPS:
             return None
         if self._group is None or number >= self._group.end:
             self._group = self._begun(forward, number, packing)
@@ -218,6 +219,7 @@ class MergedPasses:
 
     def _stop(self, problem: str) -> None:
         decisions.record(WHAT, "apart", problem)
+        self._is_over = True
         self._abandon()
 
     def _abandon(self) -> None:

@@ -319,6 +319,20 @@ def test_a_model_that_is_called_twice_is_seen_first(
     assert len(passes) == 48
 
 
+class Hidden(Trainer):
+    """Asks for hidden states, which have no parts."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs, output_hidden_states=True).loss
+
+
+def test_a_trunk_that_returns_more_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = both(llama, tmp_path, monkeypatch, kind=Hidden)
+    assert len(passes) == 25
+
+
 class Watching(TrainerCallback):
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         """See what gradients there are."""
