@@ -22,7 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "deepytorch", "deepytorch_core", "docs/examples", "integrations", "recipes")
+FOLDERS = (
+    *(".ci", "csrc", "deepytorch", "deepytorch_core", "docs/examples", "integrations"),
+    "recipes",
+)
 TESTS = ("tests",)
 OPENERS = ("Of", "Who", "Whose", "What", "Which", "Where", "Behind")
 MOST_FRAGMENTS = 0.005

@@ -67,7 +67,7 @@ def package(name: str, version: str = "") -> dict[str, Any]:
 
 
 def dependency(line: str) -> dict[str, Any] | None:
-    """What the wheel always asks for; None for what only an extra does."""
+    """Return the requirement if the wheel always asks for it; None if only an extra does."""
     needed = Requirement(line)
     if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
         return None

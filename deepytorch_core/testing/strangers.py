@@ -1,8 +1,8 @@
 """Another user of the machine who attacks a job's sockets: forged messages, floods and garbage.
 
-What to attack is what the processes below this one listen at: abstract datagram and stream sockets
-and TCP ports. Their names are read as root; what is sent is another user's, and none of the other
-jobs of the machine gets any of it.
+The stranger attacks all that the processes below this one listen at: abstract datagram and stream
+sockets and TCP ports. Their names are read as root, all that is sent is another user's, and none of
+the other jobs of the machine gets any of it.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_the_container_ends_as_a_user_without_rights() -> None:
 
 def test_security_md_says_what_the_network_is_trusted_with() -> None:
     text = (ROOT / "SECURITY.md").read_text()
-    for heading in ("Scope", "Reporting", "What an attacker on the network can do"):
+    for heading in ("Scope", "Reporting", "Attackers on the network"):
         assert f"\n## {heading}\n" in text
     for words in ("cleartext", "WireGuard", "no option for TLS", "wg-quick up"):
         assert words in text
