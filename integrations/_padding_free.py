@@ -31,7 +31,7 @@ _NAME = "padding_free"
 _WHAT = "padding-free"
 
 # Packed rows of replayed passes have so many sizes: each is a graph more, fewer fill up more.
-_NUM_SIZES = 6
+_NUM_SIZES = 16
 
 
 def attach(

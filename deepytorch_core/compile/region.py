@@ -52,6 +52,8 @@ from deepytorch_core.console import say_first
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
 MOST_COMPILES = 6
+# Sizes that helpers compile for; packed rows have at most as many.
+MOST_SIZES = 16
 # A further policy may take as long as the compiles that sharing has saved, and this much longer
 # than the first.
 SLOWER_POLICY = 3.0
@@ -114,7 +116,7 @@ class CompiledRegion:
         self.num_declined = 0
         """Calls that ran eagerly as their sizes had no graph yet."""
         self._sent: set[Hashable] = set()
-        self._sizes = Sizes(MOST_COMPILES)
+        self._sizes = Sizes(MOST_SIZES)
         self._num_modules = len(region.modules)
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
@@ -134,7 +136,7 @@ class CompiledRegion:
         """Leave also the graphs of later sizes to helpers: no call is held up by a compiler.
 
         Each size has a graph of its own then, is captured when it comes a second time, and up to
-        `MOST_COMPILES` are. The others run eagerly.
+        `MOST_SIZES` are. The others run eagerly.
         """
         self._later = helpers
 

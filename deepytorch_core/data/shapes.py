@@ -8,13 +8,12 @@ tokens that form sequences of their own and are trained on nothing.
 
 from __future__ import annotations
 
-from itertools import combinations
+import math
 from typing import NamedTuple
 
 _MULTIPLE = 64  # tokens; matrix units like it, and it costs next to nothing
 _NUM_WATCHED = 12  # batches, before the sizes are chosen
-_HEADROOM = 1.05  # of a size above the batch that it is chosen after
-_TOP_HEADROOM = 1.3  # of the last size, as larger batches are still to come
+_HEADROOM = 1.3  # of the largest batch so far, as larger ones are still to come
 
 
 class Shape(NamedTuple):
@@ -34,8 +33,8 @@ class Shapes:
         max_length: with a limit, tokens that no sequence exceeds.
 
     With a limit the first 12 batches take the largest shape, which holds as many of the longest
-    sequences as the first batch has rows. Then those sizes are chosen that would have had the least
-    filling. A batch larger than all is taken too, in a shape more.
+    sequences as the first batch has rows. Then sizes in equal ratios are chosen, from the smallest
+    of these batches to beyond the largest. A batch larger than all is taken too, in a shape more.
     """
 
     def __init__(self, limit: int | None = None, *, max_length: int | None = None) -> None:
@@ -70,7 +69,7 @@ class Shapes:
             return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
         largest = _rounded(max(self._num_sequences * self._longest, num_tokens))
         if not self._sizes and len(self._watched) == _NUM_WATCHED:
-            self._sizes = _least_filling(self._watched, limit - 1, largest)
+            self._sizes = _spaced(self._watched, limit - 1, largest)
         sizes = [] if is_watching else self._sizes
         return self._shape(min((size for size in sizes if size >= num_tokens), default=largest))
 
@@ -88,17 +87,20 @@ class Shapes:
         return Shape(num_tokens, self._num_sequences + -(-num_tokens // longest), longest)
 
 
-def _least_filling(batches: list[int], num_sizes: int, largest: int) -> list[int]:
-    """The sizes that take these batches, or the largest shape does, with the fewest tokens."""
-    top = _rounded(max(batches) * _TOP_HEADROOM)
-    candidates = sorted({_rounded(tokens * _HEADROOM) for tokens in batches} - {top})
+def _spaced(batches: list[int], num_sizes: int, largest: int) -> list[int]:
+    """Sizes below the largest, each as much larger than the one before, which take such batches.
 
-    def filled(sizes: tuple[int, ...]) -> int:
-        return sum(min((s for s in sizes if s >= batch), default=top) for batch in batches)
-
-    choices = combinations(candidates, min(num_sizes - 1, len(candidates)))
-    sizes = [*min(choices, key=filled), top]
-    return [size for size in sizes if size < largest]
+    The share of filling is then as small for short rows as for long ones, and goes by the range of
+    the batches alone: a dozen of them tell little more.
+    """
+    least, most = min(batches), _rounded(max(batches) * _HEADROOM)
+    has_larger = most < largest
+    # The few batches beyond would else be filled up to several times their tokens.
+    between = [math.sqrt(most * largest)] if has_larger and num_sizes > 2 else []
+    steps = num_sizes - len(between) if has_larger else num_sizes + 1
+    ratio = (min(most, largest) / least) ** (1 / steps)
+    sizes = {_rounded(size) for size in (*(least * ratio**n for n in range(1, steps + 1)), *between)}
+    return sorted(size for size in sizes if size < largest)
 
 
 def _rounded(num_tokens: float) -> int:

@@ -1,7 +1,7 @@
 """Attention within the sequences of one packed row; no token sees another sequence.
 
-On CUDA: `torch.nn.attention.varlen` for float16 and bfloat16, aten's variable-length flash kernel
-when there is dropout, its memory-efficient kernel for float32. On the CPU, and any other device,
+On CUDA: `torch.nn.attention.varlen` for float16 and bfloat16, the flash kernel beneath it where that
+has no argument for dropout or shared key heads, aten's memory-efficient kernel for float32. On the CPU, and any other device,
 torch's attention runs on one sequence after the other, which costs no more than the longest rows
 do in a padded batch.
 """
@@ -83,24 +83,19 @@ def _cuda_flash(
 ) -> Tensor:
     (cu_seq_lens, max_length), (limits, scale, dropout) = sequences, weighting
     bounds = (cu_seq_lens, cu_seq_lens, max_length, max_length)
-    if dropout == 0.0:
+    is_grouped = query.shape[1] != key.shape[1]
+    # Compiled code takes the result's strides for those of a contiguous query.
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if dropout == 0.0 and (not is_grouped or _takes_groups()):
         from torch.nn.attention.varlen import varlen_attn
 
         attend: Any = varlen_attn
-        more: dict[str, Any] = {}
-        if query.shape[1] != key.shape[1]:
-            if _takes_groups():
-                more["enable_gqa"] = True
-            else:
-                key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
-        # Compiled code takes the result's strides for those of a contiguous query.
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        more: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
         out: Tensor = attend(query, key, value, *bounds, scale=scale, window_size=limits, **more)
         return out
-    # The public function has no dropout; dropping it in silence would be another training.
-    key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
+    # The public function has no dropout, and before torch 2.12 no shared key heads: its kernel has.
     before, after = limits
-    dropped: Tensor = torch.ops.aten._flash_attention_forward(
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -112,7 +107,7 @@ def _cuda_flash(
         window_size_left=before,
         window_size_right=after,
     )[0]
-    return dropped
+    return attended
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -166,12 +166,13 @@ def test_padding_free_attention_on_cuda_takes_a_kernel_that_keeps_dropout(
         assert args[5:10] == (16, 16, (before, after) == (-1, 0), 0.5, [before, after])
         assert args[10]  # key heads are shared
         return
-    assert args[1].shape[-2] == 4  # the kernel knows no shared key heads
     assert kwargs["scale"] == 0.5
     if kernel == "_flash_attention_forward":
+        assert args[1].shape[-2] == 2  # heads are shared
         assert args[5:9] == (16, 16, dropout, (before, after) == (-1, 0))
         assert (kwargs["window_size_left"], kwargs["window_size_right"]) == (before, after)
     else:
+        assert args[1].shape[-2] == 4  # the kernel knows no shared key heads
         assert args[6:11] == (16, 16, dropout, int(sees["causal"]), True)
         assert kwargs.get("window_size") == (None if before < 0 else before + 1)
 
@@ -197,9 +198,15 @@ def test_padding_free_attention_of_float32_on_cuda_is_opaque_to_compilers(
     assert [grad.shape for grad in grads] == [one.shape for one in inputs]
 
 
-@pytest.mark.parametrize("name", ["_takes_groups", "_has_flash"])
-def test_padding_free_attention_on_cuda_repeats_key_heads_for_what_shares_none(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "kernel", "key_heads"),
+    [
+        ("_takes_groups", "_flash_attention_forward", 2),
+        ("_has_flash", "_efficient_attention_forward", 4),
+    ],
+)
+def test_padding_free_attention_on_cuda_shares_key_heads_where_kernels_do(
+    name: str, kernel: str, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.11's function has no such argument, and GPUs before Ampere not that function."""
     file = importlib.import_module("deepytorch_core.data.varlen_attention")
@@ -209,10 +216,9 @@ def test_padding_free_attention_on_cuda_repeats_key_heads_for_what_shares_none(
         key = torch.empty(25, 2, 8, dtype=torch.float16, device="cuda")
         cu_seq_lens = torch.empty(6, dtype=torch.int32, device="cuda")
         varlen_attention(query, key, key, cu_seq_lens, 16, causal=True)
-    kernel, args, _ = calls.seen[0]
-    expected = "_varlen_attn" if name == "_takes_groups" else "_efficient_attention_forward"
-    assert kernel == expected
-    assert args[1].shape[-2] == 4
+    called, args, _ = calls.seen[0]
+    assert called == kernel
+    assert args[1].shape[-2] == key_heads
 
 
 def test_padding_free_attention_on_cuda_names_what_float32_can_not_do() -> None:
