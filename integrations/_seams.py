@@ -87,6 +87,13 @@ class _Armed:
             why="micro-batches of a step share passes of the model",
             option="DEEPYTORCH_TOKENS_PER_STEP=off",
         )
+        self.patches.replace(
+            module.Trainer,
+            "training_step",
+            _stepping,
+            why="whether a loss is a number is decided on the GPU, so that nobody waits for it",
+            option="DEEPYTORCH_COMPILE=off",
+        )
 
     def _optimizers(self, module: ModuleType) -> None:
         self._handle = module.register_optimizer_step_post_hook(_stepped)
@@ -178,6 +185,18 @@ def _gathering(original: _Function) -> _Function:
         return found
 
     return get_batch_samples
+
+
+def _stepping(original: _Function) -> _Function:
+    def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(trainer, *args, **kwargs)
+        if config.current().compile == "off":
+            return loss
+        from deepytorch.integrations import _late_filter
+
+        return _late_filter.late(trainer, loss)
+
+    return training_step
 
 
 def _initializing(original: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
