@@ -182,12 +182,20 @@ def _optional(parse: _Parser) -> _Parser:
     return parse_unless_unset
 
 
-def _or_off(parse: _Parser) -> _Parser:
-    def parse_unless_off(name: str, value: Any) -> Any:
-        is_off = value is None or (isinstance(value, str) and value.strip().lower() == "off")
-        return None if is_off else parse(name, value)
+def _number_or(*words: str, above: float) -> _Parser:
+    """A whole number above a bound, or one of `words`."""
+    number = _number(integral=True, above=above)
 
-    return parse_unless_off
+    def parse(name: str, value: Any) -> int | str:
+        text = str(_text(name, value) if isinstance(value, bool) else value).strip().lower()
+        if text in words:
+            return text
+        try:
+            return int(number(name, value))
+        except ValueError as error:
+            raise ValueError(f"{error} or {', '.join(words)}{_closest(text, words)}") from None
+
+    return parse
 
 
 def _closest(word: str, choices: object) -> str:
@@ -221,11 +229,11 @@ class Options:
     padding_free: str = _option(
         "auto", _choice("auto", "on", "off"), "train without padding tokens where the model can"
     )
-    tokens_per_step: int | None = _option(
-        None,
-        _or_off(_number(integral=True, above=0)),
+    tokens_per_step: int | str = _option(
+        "auto",
+        _number_or("auto", "off", above=0),
         "tokens of a pass that a Trainer's micro-batches share when gradients are accumulated; "
-        "off: each has its own pass",
+        "auto: what memory and speed say; off: each has its own pass",
     )
     token_balance: str = _option(
         "auto", _choice("auto", "on", "off"), "even tokens on all ranks of a transformers Trainer"

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from deepytorch_core import config, decisions
-from deepytorch_core.compile import module_state, seam
+from deepytorch_core import config, console, decisions, guard
+from deepytorch_core.compile import graphs, module_state, seam
 
 from ._padding_free import BATCH_KEY, forward_of
+from ._pass_budget import Fixed, Measured, Step
 
 if TYPE_CHECKING:
     from deepytorch_core.data import Packing
@@ -50,18 +51,31 @@ def expect(trainer: Any, batches: Sequence[Any]) -> None:
     if forward is None or len(batches) < 2:
         return
     if forward.merged is None and not forward.is_apart:
+        budget = _budget(forward.model)
+        if budget is None:
+            return
         reason = _why_not(trainer, forward)
         forward.is_apart = reason is not None
         name = type(forward.model).__name__
-        decisions.record(
-            WHAT,
-            "apart" if reason else "merged",
-            f"{name}: {reason or 'they share passes of its trunk'}",
-        )
+        if reason is not None or budget.tokens:
+            decisions.record(
+                WHAT,
+                "apart" if reason else "merged",
+                f"{name}: {reason or 'they share passes of its trunk'}",
+            )
         if reason is None:
-            forward.merged = MergedPasses(forward.model, config.current().tokens_per_step or 0)
+            forward.merged = MergedPasses(forward.model, budget)
     if forward.merged is not None:
         forward.merged.expect(batches)
+
+
+def _budget(model: Any) -> Fixed | None:
+    """The tokens of passes that are shared; None where a processor gains nothing by it."""
+    asked = config.current().tokens_per_step
+    if isinstance(asked, int):
+        return Fixed(asked)
+    device = next(model.parameters()).device
+    return Measured(device) if asked == "auto" and device.type == "cuda" else None
 
 
 def _why_not(trainer: Any, forward: PackedForward) -> str | None:
@@ -105,10 +119,10 @@ class MergedPasses:
 
     Args:
         model: the transformers model above the trunk, `model.base_model`.
-        budget: tokens that one pass has at most, unless a micro-batch has more by itself.
+        budget: of tokens that one pass has at most, unless a micro-batch has more by itself.
     """
 
-    def __init__(self, model: Any, budget: int) -> None:
+    def __init__(self, model: Any, budget: Fixed) -> None:
         self.num_tokens = 0
         """Tokens of the pass under way, without those that fill it up."""
         self.num_shared = 0
@@ -121,7 +135,10 @@ class MergedPasses:
         self._is_due = False  # whether the trunk's next call is that of the micro-batch
         self._num_alike = 0  # steps in a row whose micro-batches called the model once each
         self._is_strange = False  # whether the step under way has had another call
-        self._is_over = False  # whether its trunk has shown that its passes can't be shared
+        self.is_over = False
+        """Whether it is known that passes can't be shared, or that it doesn't pay."""
+        self._num_tokens = self._most_tokens = 0  # of the step's micro-batches, and of its largest
+        self._name = type(model).__name__
         found = seam.opened(model.base_model)
         assert found is not None
         found.around = self._around
@@ -130,10 +147,23 @@ class MergedPasses:
         """These are the micro-batches of the step that begins."""
         was_alike = not self._is_strange and self._next == len(self._coming)
         self._num_alike = self._num_alike + 1 if was_alike and self._coming else 0
+        if not self.is_over and self._num_alike >= WATCHED_STEPS:
+            self._weigh(Step(self._num_tokens, self._most_tokens) if was_alike else None)
+        self._num_tokens = self._most_tokens = 0
         self._abandon()
         self._coming, self._next = list(batches), 0
         self._versions = [_versions(one) for one in self._coming]
         self._is_strange = False
+
+    def _weigh(self, step: Step | None) -> None:
+        """Tell the budget of the last step, and the report what it makes of it."""
+        budget, had_times = self._budget, self._budget.times_ms is not None
+        budget.note(step)
+        if budget.problem is not None:
+            self._stop(f"{self._name}: {budget.problem}", budget.times_ms)
+        elif budget.times_ms is not None and not had_times:
+            why = f"{self._name}: {budget.tokens} tokens of a pass, in which a thousand take"
+            decisions.record(WHAT, "merged", why, times_ms=budget.times_ms)
 
     def enter(
         self, forward: PackedForward, call: dict[str, Any], packing: Packing
@@ -153,7 +183,9 @@ class MergedPasses:
             self._abandon()
             return None
         self._next += 1
-        if self._is_over or self._num_alike < WATCHED_STEPS:
+        self._num_tokens += packing.num_tokens
+        self._most_tokens = max(self._most_tokens, packing.num_tokens)
+        if self.is_over or self._num_alike < WATCHED_STEPS:
             return None
         if self._group is None or number >= self._group.end:
             self._group = self._begun(forward, number, packing)
@@ -186,9 +218,11 @@ class MergedPasses:
 
     def _begun(self, forward: PackedForward, first: int, packing: Packing) -> _Group | None:
         packings, total = [packing], packing.num_tokens
+        if total >= self._budget.tokens:
+            return None
         for batch in self._coming[first + 1 :]:
             planned = _planned(forward, batch)
-            if planned is None or total + planned.num_tokens > self._budget:
+            if planned is None or total + planned.num_tokens > self._budget.tokens:
                 break
             packings.append(planned)
             total += planned.num_tokens
@@ -210,16 +244,38 @@ class MergedPasses:
         if problem is None and group.output is None:
             given = [group.swapped("", one) for one in args]
             named = {name: group.swapped(name, one) for name, one in kwargs.items()}
-            problem = group.take(call(*given, **named))
+            before, is_lacking = guard.random_numbers(), False
+            try:
+                problem = group.take(call(*given, **named))
+            except torch.OutOfMemoryError:
+                is_lacking = True  # the error's frames hold what the pass has made
+            if is_lacking:
+                self._lack(before)
+                return call(*args, **kwargs)
             self.num_shared += problem is None
         if problem is not None:
             self._stop(problem)
             return call(*args, **kwargs)
         return group.part()
 
-    def _stop(self, problem: str) -> None:
-        decisions.record(WHAT, "apart", problem)
-        self._is_over = True
+    def _lack(self, before: Any) -> None:
+        """Let the micro-batch have its own pass: there is no memory for that of several.
+
+        `before`: the random numbers as they were.
+        """
+        self._budget.lacked(self.num_tokens)
+        self._abandon()
+        torch.cuda.empty_cache()
+        graphs.rewind(before)
+        console.say(
+            f"tokens_per_step: there is no memory for a pass of {self.num_tokens} tokens: passes "
+            f"have {self._budget.tokens} at most from now on",
+            level="warning",
+        )
+
+    def _stop(self, problem: str, times_ms: dict[str, float] | None = None) -> None:
+        decisions.record(WHAT, "apart", problem, times_ms=times_ms)
+        self.is_over = True
         self._abandon()
 
     def _abandon(self) -> None:

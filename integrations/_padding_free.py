@@ -31,7 +31,7 @@ _NAME = "padding_free"
 _WHAT = "padding-free"
 
 # Packed rows of replayed passes have so many sizes: each is a graph more, fewer fill up more.
-_NUM_SIZES = 16
+_NUM_SIZES = 12
 
 
 def attach(
@@ -248,7 +248,7 @@ class _Sizes:
     @property
     def is_shared(self) -> bool:
         forward = self._forward()
-        return forward is not None and forward.merged is not None
+        return forward is not None and forward.merged is not None and not forward.merged.is_over
 
     @property
     def num_tokens(self) -> int | None:

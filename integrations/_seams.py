@@ -178,7 +178,7 @@ def _beginning(original: _Function) -> _Function:
 def _gathering(original: _Function) -> _Function:
     def get_batch_samples(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(trainer, *args, **kwargs)
-        if config.current().tokens_per_step is not None:
+        if config.current().tokens_per_step != "off" and len(found[0]) > 1:
             from deepytorch.integrations import _merged_passes
 
             _merged_passes.expect(trainer, found[0])

@@ -14,6 +14,7 @@ from typing import NamedTuple
 _MULTIPLE = 64  # tokens; matrix units like it, and it costs next to nothing
 _NUM_WATCHED = 12  # batches, before the sizes are chosen
 _HEADROOM = 1.3  # of the largest batch so far, as larger ones are still to come
+_LEAST_RATIO = 1.03  # of a size to the one below
 
 
 class Shape(NamedTuple):
@@ -28,13 +29,14 @@ class Shapes:
     """Chooses the shape of each packed batch.
 
     Args:
-        limit: most shapes to use; None takes every batch as it is, with only the longest length so
-            far rounded up to a power of two: compiled code is made anew where that number changes.
+        limit: how many shapes to use for batches like the first ones; None takes every batch as it
+            is, with only the longest length so far rounded up to a power of two: compiled code is
+            made anew where that number changes.
         max_length: with a limit, tokens that no sequence exceeds.
 
     With a limit the first 12 batches take the largest shape, which holds as many of the longest
-    sequences as the first batch has rows. Then sizes in equal ratios are chosen, from the smallest
-    of these batches to beyond the largest. A batch larger than all is taken too, in a shape more.
+    sequences as the first batch has rows. Then sizes are in equal ratios, from the smallest of
+    these batches to beyond the largest. Other batches have sizes that go on by that ratio.
     """
 
     def __init__(self, limit: int | None = None, *, max_length: int | None = None) -> None:
@@ -49,7 +51,7 @@ class Shapes:
         self._waits = False
         self._longest = max_length or 0
         self._watched: list[int] = []
-        self._sizes: list[int] = []
+        self._ratio: float | None = None
         self._num_sequences = 0
 
     def fit(self, num_tokens: int, num_sequences: int, longest: int) -> Shape:
@@ -68,10 +70,14 @@ class Shapes:
         if limit is None or not self.are_few:
             return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
         largest = _rounded(max(self._num_sequences * self._longest, num_tokens))
-        if not self._sizes and len(self._watched) == _NUM_WATCHED:
-            self._sizes = _spaced(self._watched, limit - 1, largest)
-        sizes = [] if is_watching else self._sizes
-        return self._shape(min((size for size in sizes if size >= num_tokens), default=largest))
+        if is_watching:
+            return self._shape(largest)
+        if self._ratio is None:
+            self._ratio = _ratio(self._watched, limit)
+        least = min(self._watched)
+        steps = max(0, math.ceil(math.log(num_tokens / least, self._ratio)))
+        size = _rounded(least * self._ratio**steps)
+        return self._shape(min(largest, max(size, num_tokens)))
 
     def use_few(self, limit: int | None) -> None:
         """From the next batch on choose among so many shapes, knowing those before; None: any.
@@ -87,20 +93,9 @@ class Shapes:
         return Shape(num_tokens, self._num_sequences + -(-num_tokens // longest), longest)
 
 
-def _spaced(batches: list[int], num_sizes: int, largest: int) -> list[int]:
-    """Sizes below the largest, each as much larger than the one before, which take such batches.
-
-    The share of filling is then as small for short rows as for long ones, and goes by the range of
-    the batches alone: a dozen of them tell little more.
-    """
-    least, most = min(batches), _rounded(max(batches) * _HEADROOM)
-    has_larger = most < largest
-    # The few batches beyond would else be filled up to several times their tokens.
-    between = [math.sqrt(most * largest)] if has_larger and num_sizes > 2 else []
-    steps = num_sizes - len(between) if has_larger else num_sizes + 1
-    ratio = (min(most, largest) / least) ** (1 / steps)
-    sizes = {_rounded(size) for size in (*(least * ratio**n for n in range(1, steps + 1)), *between)}
-    return sorted(size for size in sizes if size < largest)
+def _ratio(batches: list[int], num_sizes: int) -> float:
+    """Return the ratio that leads from the smallest batch to beyond the largest in so many."""
+    return max(_LEAST_RATIO, (max(batches) * _HEADROOM / min(batches)) ** (1 / num_sizes))
 
 
 def _rounded(num_tokens: float) -> int:

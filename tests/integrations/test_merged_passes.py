@@ -150,7 +150,7 @@ def counted(model: Any) -> list[int]:
     return seen
 
 
-def merged(model: Any, budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def merged(model: Any, budget: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_current", Options(tokens_per_step=budget, log="error"))
     assert pack_batches(model)
 
@@ -204,6 +204,24 @@ def test_a_budget_bounds_each_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     passes = both(llama, tmp_path, monkeypatch, budget=40)
     assert max(passes) <= 40
     assert 6 < len(passes) < 24
+
+
+def test_without_memory_for_a_pass_no_step_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, failed = _merged_passes._Group.take, []
+
+    def take(group: Any, output: Any) -> Any:
+        if group.num_tokens > 40:
+            failed.append(group.num_tokens)
+            raise torch.OutOfMemoryError("no memory")
+        return stock(group, output)
+
+    monkeypatch.setattr(_merged_passes._Group, "take", take)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    passes = both(llama, tmp_path, monkeypatch)
+    assert len(failed) in (1, 2)  # halved once, or twice
+    assert len(passes) < 24, "later steps share smaller passes"
 
 
 def test_checkpointed_blocks_share_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,18 +373,19 @@ def test_a_mean_of_means_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(passes) == 6
 
 
-def test_nothing_is_shared_unless_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("budget", ["off", "auto"])
+def test_a_cpu_shares_nothing_by_itself(
+    budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = llama()
-    merged(model, None, monkeypatch)
+    merged(model, budget, monkeypatch)
     trained(model, tmp_path, num_train_epochs=1)
     forward = _padding_free.forward_of(model)
     assert forward is not None
     assert forward.merged is None
 
 
-def of_two(rank: int, world_size: int, budget: int | None, folder: Path) -> Any:
+def of_two(rank: int, world_size: int, budget: int | str, folder: Path) -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     deepytorch.deactivate()  # importing an adapter has activated it
@@ -391,7 +410,7 @@ def of_two(rank: int, world_size: int, budget: int | None, folder: Path) -> Any:
 
 
 def test_ranks_add_up_what_they_would_have_added_up(tmp_path: Path) -> None:
-    apart = spawn_ranks(of_two, 2, None, tmp_path)
+    apart = spawn_ranks(of_two, 2, "off", tmp_path)
     shared = spawn_ranks(of_two, 2, LARGE, tmp_path)
     assert [one[2] for one in apart] == [0, 0]
     assert [one[2] for one in shared] == [3, 3]  # of four steps, the first of which is watched

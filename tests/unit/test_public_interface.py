@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "compile": "auto",
     "cuda_graphs": "auto",
     "padding_free": "auto",
-    "tokens_per_step": None,
+    "tokens_per_step": "auto",
     "token_balance": "auto",
     "kernels": "auto",
     "tune": "auto",
