@@ -24,6 +24,7 @@ from typing import Any
 
 from deepytorch_core import apart, counts
 from deepytorch_core.console import global_rank
+from deepytorch_core.gpu_work import GpuWork
 
 _MOST_BUCKETS = 120
 _MOST_LOSSES = 500
@@ -115,6 +116,7 @@ class Course:
         self._last_s = 0.0  # when the last step ended
         self._last_clocks = (0.0, 0.0, 0.0)
         self._open: tuple[float, float, int, Counters] | None = None  # where the bucket begins
+        self._gpu = GpuWork()
         self._losses: list[tuple[int, float]] = []
         self._stride = 1
         self._num_losses = 0
@@ -166,7 +168,10 @@ class Course:
                 self._stride *= 2
 
     def report(self) -> dict[str, Any]:
-        """Plain values: steps, seconds, what they were spent on, buckets and losses."""
+        """Plain values: steps, seconds, what they were spent on, buckets and losses.
+
+        `gpu_share` is the part of the last minute in which the GPU worked; None if not known.
+        """
         with self._lock:
             buckets = list(self._buckets)
             if self._open is not None and self._last_s > self._open[1]:
@@ -182,6 +187,7 @@ class Course:
             "steps": steps,
             "timed_steps": whole.steps,
             "all_tuning_s": counters().tuning_s,
+            "gpu_share": self._gpu.share,
             "buckets": [one.to_dict() for one in buckets],
             "losses": [list(one) for one in losses],
         }
@@ -217,6 +223,7 @@ class Course:
         known = counters()
         self._keep(self._bucket(now, known))
         self._begin(now, known)
+        self._gpu.sample()
         self._pause_s = (time.thread_time() - began) / _SHARE
 
 

@@ -199,15 +199,32 @@ def _starts_sentence(one: Starts) -> str:
     )
 
 
+# A GPU that works less waits for something that is worth a name.
+_BUSY = 0.85
+
+
 def _steps_sentence(course: dict[str, Any]) -> list[str]:
     if not course.get("timed_steps"):
         return []
     seconds = course["seconds"]
+    exposed, data = course["exposed_s"] / seconds, course["data_s"] / seconds
     return [
         f"steps: {course['steps']}, {1e3 * seconds / course['timed_steps']:.1f} ms each; of that "
-        f"{course['exposed_s'] / seconds:.1%} in collectives that nothing hid and "
-        f"{course['data_s'] / seconds:.1%} waiting for data"
+        f"{exposed:.1%} in collectives that nothing hid and {data:.1%} waiting for data",
+        *_gpu_sentence(course.get("gpu_share"), exposed, data),
     ]
+
+
+def _gpu_sentence(share: float | None, exposed: float, data: float) -> list[str]:
+    """Say how much of the last minute the GPU worked, and what it waited for most."""
+    if share is None:
+        return []
+    said = f"GPU: it worked {share:.0%} of the last minute"
+    if share < _BUSY:
+        host = max(0.0, 1.0 - share - exposed - data)
+        waits = {"collectives": exposed, "data": data, "what the host launches": host}
+        said += f", and waited for {max(waits, key=lambda name: waits[name])} most"
+    return [said]
 
 
 def _sentence(plan: dict[str, Any]) -> str:

@@ -199,6 +199,23 @@ def test_steps_are_said_once_there_are_two(made: report.Report) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("share", "exposed_s", "data_s", "said"),
+    [
+        (0.93, 2.5, 1.0, "GPU: it worked 93% of the last minute"),
+        (0.5, 0.1, 0.2, "GPU: it worked 50% of the last minute, and waited for what the host "),
+        (0.5, 3.0, 1.0, "GPU: it worked 50% of the last minute, and waited for collectives most"),
+        (0.2, 0.1, 7.0, "GPU: it worked 20% of the last minute, and waited for data most"),
+    ],
+)
+def test_the_work_of_a_gpu_is_said_and_what_it_waits_for(
+    share: float, exposed_s: float, data_s: float, said: str, made: report.Report
+) -> None:
+    timed = {"steps": 21, "timed_steps": 20, "seconds": 10.0}
+    course = timed | {"exposed_s": exposed_s, "data_s": data_s, "gpu_share": share}
+    assert str(dataclasses.replace(made, course=course)).splitlines()[6].startswith(said)
+
+
 def test_decisions_of_gpus_name_them_and_their_grids() -> None:
     kernel = {"algorithm": "low_latency", "channels": 8, "threads": 512, "median_us": 8.25}
     stock = {"algorithm": "delegate", "channels": 0, "threads": 0, "median_us": 16.0}
