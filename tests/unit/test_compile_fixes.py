@@ -62,7 +62,7 @@ def test_a_mask_of_ones_that_a_decoder_makes_is_not_looked_at(is_masked: bool) -
 
 def test_a_fix_of_ones_own_is_open_during_captured_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fixes.names()
-    assert len(known) == 2
+    assert len(known) == 4
     monkeypatch.setattr(fixes, "_table", {})
     seen: list[Any] = []
 
