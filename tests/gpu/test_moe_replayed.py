@@ -174,3 +174,16 @@ def test_a_mixture_of_experts_is_replayed(family: str, dtype: torch.dtype, is_ca
     assert found.has_replays, found.problem
     assert found._misses == 0
     found.remove()
+
+
+def test_an_experts_loop_is_named_as_what_waits() -> None:
+    model = made("Qwen3Moe", **FAMILIES["Qwen3Moe"])
+    model.set_experts_implementation("eager")
+    found = Capture(model, is_on=lambda: True)
+    found.install()
+    for number in range(3):
+        ids = torch.randint(4, 301, (2, 32), generator=torch.Generator().manual_seed(number))
+        results(model, ids.to(DEVICE), True)
+    assert not found.has_replays
+    assert "it waits for the GPU in Qwen3MoeExperts.forward (" in str(found.problem)
+    found.remove()

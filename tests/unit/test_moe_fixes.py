@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
@@ -129,6 +130,36 @@ def test_a_mixture_of_experts_trains_the_same(
     assert num_products() == 3 * 2 * 2 * 2
 
 
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_compiled_experts_do_not_wait_while_captured(
+    is_captured: bool, num_products: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import moe
+
+    monkeypatch.setattr(grouped_products, "is_captured", lambda: is_captured)
+    experts = tiny_moe("Qwen3Moe", **FAMILIES["Qwen3Moe"]).model.layers[0].mlp.experts
+    compiled = torch.compile(copy.deepcopy(experts), backend="aot_eager", fullgraph=True)
+    states = torch.randn((9, 16), requires_grad=True)
+    chosen = torch.rand((9, 4)).topk(2)
+    seed = torch.randn((9, 16))
+
+    def gradients(run: Any, module: Any) -> list[Tensor]:
+        product = run(states, chosen.indices, chosen.values)
+        return [product, *torch.autograd.grad(product, [states, *module.parameters()], seed)]
+
+    expected = gradients(experts, experts)
+    assert num_products() == 0
+    with grouped_products.compiled_without_look(moe, "CPU"):
+        found = gradients(compiled, compiled)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    # Two products forward and two of the same kind backward, with the question above.
+    assert num_products() == (5 if is_captured else 1)
+    again = gradients(compiled, compiled)
+    torch.testing.assert_close(again[0], expected[0])
+    assert num_products() == (6 if is_captured else 2)
+
+
 def test_other_products_and_threads_get_torchs_own(num_products: Callable[[], int]) -> None:
     left, right = torch.randn((8, 4)), torch.randn((2, 4, 8))
     ends = torch.tensor([3, 8], dtype=torch.int32)
@@ -156,7 +187,9 @@ def test_other_products_and_threads_get_torchs_own(num_products: Callable[[], in
 
 def test_only_models_whose_products_wait_are_changed() -> None:
     model = tiny_moe("Qwen3Moe", **FAMILIES["Qwen3Moe"])
-    assert grouped_products.GroupedProducts().around(model) is None  # on the CPU
+    fix = grouped_products.GroupedProducts()
+    assert fix.around(model) is None  # on the CPU
+    assert isinstance(fix.during(model), contextlib.nullcontext)
     assert expert_counts.ExpertCounts().around(nn.Linear(2, 2)) is None
     assert expert_counts.ExpertCounts().around(model.model.layers[0]) is None
 

@@ -1,7 +1,8 @@
 """Mixtures of experts: products of groups read the groups' sizes back, unless torch has a kernel.
 
 It has one for bfloat16 on some GPUs. Weights in float32, which autocast leaves alone here, wait for
-the GPU once a layer forward and twice backward.
+the GPU once a product forward and twice backward. Where transformers' experts are compiled, an
+operator of its own takes the place of torch's, and waits as well.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +23,12 @@ from deepytorch_core.compile.fixes import Around, Fix, register_fix
 from deepytorch_core.nn.grouped_mm import grouped_mm
 
 _OPERATOR = "_grouped_mm"  # torch.nn.functional.grouped_mm and transformers call it from here
+# transformers' operators in compiled code, their names as functions, and the file of these.
+_FORWARD = ("grouped_mm_fallback", "_grouped_mm_fallback")
+_BACKWARD = ("grouped_mm_fallback_backward", "_grouped_mm_fallback_bwd")
+_LIBRARY, _FILE = "transformers", "transformers.integrations.moe"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FORBIDDEN = 2  # torch's number of the mode in which waiting is an error
 # Major compute capabilities that torch has a kernel for.
 _WITH_KERNEL = (9, 10)
 
@@ -34,16 +41,20 @@ class GroupedProducts(Fix):
     name = "no look at sizes of groups"
 
     def around(self, model: nn.Module) -> Around | None:
-        has_experts = any(
-            one.dim() == 3 and one.is_floating_point() and waits(one) for one in model.parameters()
-        )
-        if not (has_experts and hasattr(torch, _OPERATOR) and _has_triton()):
+        if not (hasattr(torch, _OPERATOR) and _has_waiting_experts(model)):
             return None
 
         def around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
             return without_look()
 
         return around
+
+    def during(self, model: nn.Module) -> AbstractContextManager[None]:
+        file = sys.modules.get(_FILE)
+        is_known = all(hasattr(file, name) for _, name in (_FORWARD, _BACKWARD))
+        if not (is_known and _has_waiting_experts(model)):
+            return contextlib.nullcontext()
+        return compiled_without_look(file, "CUDA")
 
 
 def waits(weight: Tensor) -> bool:
@@ -89,6 +100,58 @@ def without_look() -> Iterator[None]:
             yield
         finally:
             setattr(torch, _OPERATOR, stock)
+
+
+@contextlib.contextmanager
+def compiled_without_look(file: Any, key: str) -> Iterator[None]:
+    """While open, captured products of transformers' compiled code don't read groups' sizes back.
+
+    `file` has the library's own functions, which others get; `key` is that of the device.
+    """
+    from deepytorch_core.nn import grouped_mm_kernels as kernels
+
+    def forward(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+        if is_captured():
+            return kernels.by_rows(left, right, offs)
+        product: Tensor = getattr(file, _FORWARD[1])(left, right, offs)
+        return product
+
+    def backward(
+        left: Tensor, right: Tensor, offs: Tensor, upstream: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not is_captured():
+            left_gradient, right_gradient = getattr(file, _BACKWARD[1])(left, right, offs, upstream)
+            return left_gradient, right_gradient
+        is_transposed = right.stride(-2) == 1
+        left_gradient = kernels.by_rows(upstream, right.mT, offs)
+        right_gradient = kernels.by_groups(left, upstream, offs, is_transposed=is_transposed)
+        return _laid_out(left_gradient, left), _laid_out(right_gradient, right)
+
+    library = torch.library.Library(_LIBRARY, "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        library.impl(_FORWARD[0], forward, key)
+        library.impl(_BACKWARD[0], backward, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def is_captured() -> bool:
+    """Whether waiting is out of the question here: in a capture, and in its rehearsal."""
+    capturing = torch._C._cuda_isCurrentStreamCapturing()  # not what a capture tells others
+    return capturing or torch.cuda.get_sync_debug_mode() == _FORBIDDEN
+
+
+def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """The same in memory as its tensor is: compiled code goes by that."""
+    same = gradient.stride() == like.stride()
+    return gradient if same else torch.empty_like(like).copy_(gradient)
+
+
+def _has_waiting_experts(model: nn.Module) -> bool:
+    return _has_triton() and any(
+        one.dim() == 3 and one.is_floating_point() and waits(one) for one in model.parameters()
+    )
 
 
 def _casts(kind: str) -> bool:
