@@ -1,8 +1,8 @@
 """Mixtures of experts: products of groups read the groups' sizes back, unless torch has a kernel.
 
 It has one for bfloat16 on some GPUs. Weights in float32, which autocast leaves alone here, wait for
-the GPU once a product forward and twice backward. Where transformers' experts are compiled, an
-operator of its own takes the place of torch's, and waits as well.
+the GPU once a product forward and twice backward. Compiled experts of transformers have an operator
+of the library's own in its place, which waits as well.
 """
 
 from __future__ import annotations
@@ -129,11 +129,11 @@ def compiled_without_look(file: Any, key: str) -> Iterator[None]:
 
     library = torch.library.Library(_LIBRARY, "IMPL")  # type: ignore[no-untyped-call]
     try:
-        library.impl(_FORWARD[0], forward, key)
-        library.impl(_BACKWARD[0], backward, key)
+        library.impl(_FORWARD[0], forward, key)  # type: ignore[no-untyped-call]
+        library.impl(_BACKWARD[0], backward, key)  # type: ignore[no-untyped-call]
         yield
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def is_captured() -> bool:
