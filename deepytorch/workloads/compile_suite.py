@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,6 +113,16 @@ def _with_lora(build: Callable[[Size], Workload]) -> Callable[[Size], Workload]:
         return _text(peft.get_peft_model(base.model, lora), size)
 
     return adapted
+
+
+def _in_bfloat16(build: Callable[[Size], Workload]) -> Callable[[Size], Workload]:
+    """The same with its weights in bfloat16, as checkpoints of large models are loaded."""
+
+    def cast(size: Size) -> Workload:
+        workload = build(size)
+        return replace(workload, model=workload.model.to(torch.bfloat16))
+
+    return cast
 
 
 def _gpt2(size: Size) -> Workload:
@@ -247,6 +257,16 @@ def _unet(size: Size) -> Workload:
     return Workload(model, batch, loss, size.samples)
 
 
+_qwen3_moe = _decoder(
+    "Qwen3Moe",
+    num_key_value_heads=2,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    output_router_logits=True,
+    use_cache=True,
+)
+
 SUITES: dict[str, dict[str, Callable[[Size], Workload]]] = {
     "default": {
         "transformers/llama": _decoder("Llama", num_key_value_heads=2),
@@ -274,15 +294,8 @@ SUITES: dict[str, dict[str, Callable[[Size], Workload]]] = {
         "transformers/qwen3-cached": _decoder("Qwen3", num_key_value_heads=2, use_cache=True),
         "transformers/gemma3": _gemma3,
         "peft/llama-lora": _with_lora(_decoder("Llama", num_key_value_heads=2, use_cache=True)),
-        "transformers/qwen3-moe-router-logits": _decoder(
-            "Qwen3Moe",
-            num_key_value_heads=2,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=256,
-            output_router_logits=True,
-            use_cache=True,
-        ),
+        "transformers/qwen3-moe-router-logits": _qwen3_moe,
+        "transformers/qwen3-moe-bf16-weights": _in_bfloat16(_qwen3_moe),
     },
 }
 """Suite -> workload -> what builds it at a size."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
+_TORCH = f"{Path(torch.__file__).parent}/"
 _CUT_BY_DDP = "DDPOptimizer"  # into its buckets, on purpose
 
 
@@ -27,6 +30,16 @@ def place(error: BaseException) -> str:
         return f"{stack[-1].filename}:{stack[-1].lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
+
+
+def function(error: BaseException) -> str:
+    """The function, outside of torch's own, in which an exception arose, with its place."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    outside = [one for one in frames if not one[0].f_code.co_filename.startswith(_TORCH)]
+    if not outside:
+        return place(error)
+    frame, line = outside[-1]
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line})"
 
 
 def _first_line(text: str) -> str:

@@ -351,6 +351,7 @@ class Capture:
                 guard.preserved(self._root),
                 guard.no_saved_tensor_hooks(),
                 contextlib.redirect_stdout(said),
+                fixes.during(self._root),
             ):
                 region = self._seam.region if self._seam is not None else None
                 forward = fixes.applied(self._root, region or self._forward)

@@ -262,7 +262,7 @@ def _no_waiting() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if "synchroniz" in str(error):
-            raise NotCapturedError(f"it waits for the GPU at {breaks.place(error)}") from error
+            raise NotCapturedError(f"it waits for the GPU in {breaks.function(error)}") from error
         raise
     finally:
         torch.cuda.set_sync_debug_mode(before)

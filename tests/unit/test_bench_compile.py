@@ -106,7 +106,13 @@ def test_compile_suite_is_large_enough_and_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [one for one in compile_suite.names("default") if one.startswith("transformers/")]
+    "name",
+    [
+        one
+        for suite in ("default", "fine-tuning")
+        for one in compile_suite.names(suite)
+        if one.startswith("transformers/")
+    ],
 )
 def test_compile_workload_trains(name: str) -> None:
     torch.manual_seed(0)

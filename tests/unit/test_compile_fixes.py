@@ -62,7 +62,7 @@ def test_a_mask_of_ones_that_a_decoder_makes_is_not_looked_at(is_masked: bool) -
 
 def test_a_fix_of_ones_own_is_open_during_captured_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fixes.names()
-    assert len(known) == 2
+    assert len(known) == 4
     monkeypatch.setattr(fixes, "_table", {})
     seen: list[Any] = []
 
@@ -80,12 +80,21 @@ def test_a_fix_of_ones_own_is_open_during_captured_passes(monkeypatch: pytest.Mo
         def around(self, model: torch.nn.Module) -> Any:
             return around if isinstance(model, torch.nn.Linear) else None
 
+        @contextlib.contextmanager
+        def during(self, model: torch.nn.Module) -> Iterator[None]:
+            seen.append("capturing")
+            yield
+            seen.append("captured")
+
     other = torch.nn.ReLU()
     assert fixes.applied(other, other.forward) == other.forward
     x, weight = torch.ones(2), torch.ones(1, 2)
     found = fixes.applied(torch.nn.Linear(2, 1), torch.nn.functional.linear)(x, weight, bias=x)
     assert found.item() == 2
     assert seen == [(x, weight), "closed"]
+    with fixes.during(other):
+        assert seen[2:] == ["capturing"]
+    assert seen[2:] == ["capturing", "captured"]
     with pytest.raises(ValueError, match="there is a fix 'no bias' already"):
 
         @register_fix

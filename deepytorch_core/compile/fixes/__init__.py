@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from deepytorch_core.compile.region import Forward
 from deepytorch_core.console import say
 
 # In the order in which they are entered.
-_FILES = ("packed_rows", "ones_masks")
+_FILES = ("packed_rows", "ones_masks", "grouped_products", "expert_counts")
 
 Around = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 """From a call's arguments, of which it may change the named ones, to what is open during it."""
@@ -39,6 +39,13 @@ class Fix(ABC):
         Its changes outside the model for the pass must not reach other threads. All of them have to
         be undone once it is closed.
         """
+
+    def during(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What is open while passes of `model` are captured, forward and backward; none by default.
+
+        Backward passes have threads of their own, so changes have to tell captures by themselves.
+        """
+        return contextlib.nullcontext()
 
 
 _Class = TypeVar("_Class", bound=type[Fix])
@@ -67,8 +74,7 @@ def applied(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(forward, Forward):
         return forward
     _load()
-    base_of = getattr(root, "get_base_model", None)  # peft's
-    model = base_of() if callable(base_of) else root
+    model = _within(root)
     found = {name: around for name, fix in _table.items() if (around := fix.around(model))}
     if not found:
         return forward
@@ -81,6 +87,22 @@ def applied(root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def during(root: nn.Module) -> Iterator[None]:
+    """Open what is known while passes of `root` are captured, forward and backward."""
+    _load()
+    with contextlib.ExitStack() as stack:
+        for fix in _table.values():
+            stack.enter_context(fix.during(_within(root)))
+        yield
+
+
+def _within(root: nn.Module) -> nn.Module:
+    base_of = getattr(root, "get_base_model", None)  # peft's
+    model: nn.Module = base_of() if callable(base_of) else root
+    return model
 
 
 def _load() -> None:
