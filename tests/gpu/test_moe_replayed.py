@@ -133,7 +133,7 @@ def made(family: str, **own: Any) -> Any:
 
 
 FAMILIES = {
-    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "use_cache": True},
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "use_cache": False},
     "Mixtral": {"num_local_experts": 4, "use_cache": False},
     "Olmoe": {"num_experts": 16, "use_cache": False},
 }
