@@ -49,6 +49,18 @@ LATER = (
         _KERNELS,
     ),
     (
+        "torch",
+        "_fused_adam_",
+        "fused optimizers update all parameters of a group by one kernel",
+        _KERNELS,
+    ),
+    (
+        "torch",
+        "_fused_adamw_",
+        "fused optimizers update all parameters of a group by one kernel",
+        _KERNELS,
+    ),
+    (
         "torch.nn.modules.module.Module",
         "_replicate_for_data_parallel",
         "copies that nn.DataParallel makes keep to their class's forward",

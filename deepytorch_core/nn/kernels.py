@@ -213,10 +213,15 @@ def _chosen(place: Place, kernels: list[Kernel], setting: Setting, mode: str) ->
 
     candidates = [_candidate(kernel, probe, setting) for kernel in kernels]
     trial = Trial(module=probe.module, run=run, dtype=setting.autocast, budget_s=BUDGET_S)
-    if mode == "on":
-        name = _first_exact(place, candidates, trial)
-    else:
-        name = _measured(place, candidates, trial, setting)
+    try:
+        if mode == "on":
+            name = _first_exact(place, candidates, trial)
+        else:
+            name = _measured(place, candidates, trial, setting)
+    finally:
+        # The one that stays is still on the copy, which may mean: in the whole process.
+        for candidate in candidates:
+            candidate.undo()
     return next((kernel for kernel in kernels if kernel.name == name), None)
 
 

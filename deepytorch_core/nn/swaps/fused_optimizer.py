@@ -49,6 +49,8 @@ _ELEMENTS = {"cpu": 1 << 20}
 _DEFAULT_ELEMENTS = 1 << 25
 _STEPS = 4
 
+_switched: weakref.WeakSet[Any] = weakref.WeakSet()
+
 
 @register_place(KIND)
 def find(setting: Setting) -> Iterable[Place]:
@@ -83,7 +85,7 @@ class Fused(Kernel):
         if (
             setting.mode == "auto"
             and guard.Ranks(place.what).size > 1
-            and not _is_cut(setting.model)
+            and not is_cut(setting.model)
         ):
             return "replicas must step alike, and ranks may measure differently: fused=True does it"
         if setting.device.type not in _get_fused_kernels_supported_devices():
@@ -107,9 +109,15 @@ class Fused(Kernel):
         return _Switch(target).undo
 
 
-def _is_cut(model: nn.Module) -> bool:
+def is_cut(model: nn.Module) -> bool:
     """Whether each rank trains a part of its own, so that no replicas can drift apart."""
     return any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Whether the steps of an optimizer, one of `CLASSES`, are fused ones, whoever chose that."""
+    is_asked = all(group.get("fused") for group in optimizer.param_groups)
+    return is_asked or optimizer in _switched
 
 
 class _Switch:
@@ -121,6 +129,7 @@ class _Switch:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
+        _switched.add(optimizer)
         self._is_off = False
         self._is_laid_out = False  # its state is where fused kernels want it
         self._fused: list[dict[str, Any]] = []  # groups, while a step runs
@@ -183,6 +192,7 @@ class _Switch:
     def _turn_off(self, optimizer: Any) -> None:
         self._end(optimizer)
         self._is_off = True
+        _switched.discard(optimizer)
         _place_steps(optimizer, on_device=False)
         vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
 

@@ -1,0 +1,299 @@
+"""What torch's fused Adam and AdamW do, by one launch for all parameters of a group.
+
+A `Table` says on the device where parameters, gradients and state lie. It stays as long as they do:
+then a call compares addresses and launches. Another is made, and copied without a wait, when one of
+the addresses changes; gradients that are set to None may come back anywhere.
+
+NOTE [Known tensors]. To ask a tensor for its dtype, shape and strides takes as long as to update
+some thousand elements of it. So parameters and state are asked once, and are known by their
+identity and address from then on. Gradients are others in each step and are always asked, which
+also tells of a parameter whose layout was changed in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from deepytorch_core import guard
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# With fewer elements a group is done before the next launch.
+LEAST_ELEMENTS = 1 << 21
+# Below, what the kernel leaves out of roots and quotients may be seen.
+LEAST_EPS = 1e-15
+# Groups that tables are kept for.
+_MOST_TABLES = 64
+_ALIGNMENT = 16
+
+_dtype: Any = Tensor.dtype
+_dtype_of = _dtype.__get__
+
+Lists = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
+
+
+class Table:
+    """The tensors of a group.
+
+    Args:
+        lists: parameters, gradients, first and second moments; all dense, and alike.
+        addresses: where these lie, and the numbers of steps.
+        chunk: elements of a chunk.
+        before: a table of tensors of the same sizes.
+
+    Attributes:
+        places: see `adam_kernels.launch`.
+        chunks: see there.
+    """
+
+    def __init__(
+        self,
+        lists: Lists,
+        addresses: Sequence[Sequence[int]],
+        *,
+        chunk: int,
+        before: Table | None = None,
+    ) -> None:
+        device = lists[0][0].device
+        self._sizes = [one.numel() for one in lists[0]]
+        rows = [
+            [*own, size, not any(one % _ALIGNMENT for one in own[:4])]
+            for size, *own in zip(self._sizes, *addresses, strict=True)
+        ]
+        self.places = _on(device, torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        kept = before.chunks if before is not None and before._sizes == self._sizes else None
+        self.chunks: Tensor = _on(device, _chunks(self._sizes, chunk)) if kept is None else kept
+
+
+def _chunks(sizes: Sequence[int], chunk: int) -> Tensor:
+    """List (row, number) of all chunks, int32."""
+    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64, device="cpu")
+    rows = torch.arange(len(sizes), dtype=torch.int64, device="cpu")
+    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    numbers = torch.arange(len(first), dtype=torch.int64, device="cpu") - first
+    return torch.stack([torch.repeat_interleave(rows, counts), numbers], 1).to(torch.int32)
+
+
+def _on(device: torch.device, table: Tensor) -> Tensor:
+    if device.type == "cpu":
+        return table
+    # The host's memory is kept until the copy is done, by who allocates it.
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+class _Entry:
+    """A table, and which tensors it is of. Keeps none of them alive."""
+
+    def __init__(self, lists: Lists, steps: Sequence[Tensor]) -> None:
+        self.is_alive = True
+        self.identities = _identities(lists, steps)
+        self.gradients = _described(lists[1])
+        self.addresses: list[list[int]] = []
+        self.table: Table | None = None
+        own = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            entry = own()
+            if entry is not None:
+                entry.is_alive = False
+
+        tensors = (one for of in (lists[0], *lists[2:], steps) for one in of)
+        self._references = [weakref.ref(one, gone) for one in tensors]
+
+
+class Known:
+    """Tables of the groups that were updated last.
+
+    Args:
+        chunk: elements of a chunk.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+
+    def table(self, lists: Lists, steps: Sequence[Tensor], stream: int) -> Table | None:
+        """The table of these tensors, or None if the kernel can't take them.
+
+        Args:
+            lists: parameters, gradients, first and second moments; there is a parameter.
+            steps: the numbers of steps.
+            stream: which one the kernel is launched on: others may not have waited for its copy.
+        """
+        key = (id(lists[0][0]), stream)
+        entry = self._entries.get(key)
+        if (
+            entry is None
+            or not entry.is_alive
+            or entry.identities != _identities(lists, steps)
+            or entry.gradients != _described(lists[1])
+        ):
+            self._entries.pop(key, None)
+            if not _are_served(lists, steps):
+                return None
+            entry = self._entries[key] = _Entry(lists, steps)
+            if len(self._entries) > _MOST_TABLES:
+                self._entries.popitem(last=False)
+        addresses = [list(map(Tensor.data_ptr, one)) for one in (*lists, steps)]
+        if entry.table is None or entry.addresses != addresses:
+            is_moved = entry.table is not None and _apart(entry.addresses) != _apart(addresses)
+            if is_moved and not _are_served(lists, steps):
+                del self._entries[key]
+                return None
+            entry.table = Table(lists, addresses, chunk=self._chunk, before=entry.table)
+            entry.addresses = addresses
+        return entry.table
+
+
+def _apart(addresses: list[list[int]]) -> list[list[int]]:
+    """Those of parameters and state, which are asked for more where one has moved."""
+    return [addresses[0], *addresses[2:]]
+
+
+def _identities(lists: Lists, steps: Sequence[Tensor]) -> list[list[int]]:
+    parameters, _, firsts, seconds = lists
+    return [list(map(id, one)) for one in (parameters, firsts, seconds, steps)]
+
+
+def _described(gradients: Sequence[Tensor]) -> list[list[Any]]:
+    return [
+        list(map(type, gradients)),
+        list(map(_dtype_of, gradients)),
+        list(map(Tensor.numel, gradients)),
+        list(map(Tensor.stride, gradients)),
+    ]
+
+
+def _are_served(lists: Lists, steps: Sequence[Tensor]) -> bool:
+    first = lists[0][0]
+    if first.dtype not in DTYPES or len({len(one) for one in (*lists, steps)}) != 1:
+        return False
+    for parameter, *others in zip(*lists, strict=True):
+        if not _is_plain(parameter, first) or not _is_dense(parameter):
+            return False
+        for one in others:
+            is_alike = one.shape == parameter.shape and one.stride() == parameter.stride()
+            if not is_alike or not _is_plain(one, first):
+                return False
+    are_counts = all(_is_scalar(one, first) for one in steps)
+    return are_counts and sum(one.numel() for one in lists[0]) >= LEAST_ELEMENTS
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a piece of memory, each in a place of its own."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_plain(tensor: Tensor, like: Tensor) -> bool:
+    """Whether it is torch's own, on the same device, and what its elements say is what it holds."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device == like.device
+        and tensor.dtype == like.dtype
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+    )
+
+
+def _is_scalar(tensor: Tensor, like: Tensor) -> bool:
+    is_one = tensor.numel() == 1 and tensor.dtype == torch.float32
+    return is_one and type(tensor) is Tensor and tensor.device == like.device
+
+
+def is_looked_at() -> bool:
+    """Whether calls are traced, transformed or looked at, or torch would refuse them."""
+    return bool(
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or torch._C._get_tracing_state() is not None
+        or guard.is_transformed()
+        or torch.is_grad_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def is_taken(
+    known: Known,
+    launch: Callable[..., None],
+    lists: Sequence[Sequence[Tensor]],
+    settings: Mapping[str, Any],
+) -> bool:
+    """Take a call of `torch._fused_adamw_` or `torch._fused_adam_`, unless it is torch's.
+
+    Args:
+        known: tables so far.
+        launch: `adam_kernels.launch`, with what is said of neither call.
+        lists: what torch's functions take before their settings.
+        settings: these, by name.
+
+    Returns whether it is done: False leaves everything as it is, and waits for nothing.
+    """
+    if len(lists) != 6 or settings.get("amsgrad") or lists[4] or not lists[0]:
+        return False
+    parameter = lists[0][0]
+    if not _is_here(parameter.device):
+        return False
+    lr = settings["lr"]
+    if isinstance(lr, Tensor):
+        if lr.device.type == "cpu" and type(lr) is Tensor:
+            lr = float(lr)
+        elif not _is_scalar(lr, parameter):
+            return False
+    names = ("beta1", "beta2", "weight_decay", "eps")
+    numbers = {name: settings[name] for name in names}
+    if not all(isinstance(one, float | int) for one in numbers.values()):
+        return False
+    if numbers["eps"] < LEAST_EPS:
+        return False
+    given = settings.get("grad_scale"), settings.get("found_inf")
+    if not all(one is None or _is_scalar(one, parameter) for one in given):
+        return False
+    gradients, firsts, seconds = lists[1], lists[2], lists[3]
+    stream = _stream(parameter.device)
+    table = known.table((lists[0], gradients, firsts, seconds), lists[5], stream)
+    if table is None:
+        return False
+    launch(
+        table.places,
+        table.chunks,
+        parameter.dtype,
+        lr=lr if isinstance(lr, Tensor) else float(lr),
+        betas=(float(numbers["beta1"]), float(numbers["beta2"])),
+        weight_decay=float(numbers["weight_decay"]),
+        eps=float(numbers["eps"]),
+        is_maximized=bool(settings["maximize"]),
+        grad_scale=given[0],
+        found_inf=given[1],
+    )
+    return True
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether kernels are launched on it without switching to it, and run at once.
+
+    A graph would keep a table's address, and the table changes.
+    """
+    return (
+        device.type == "cuda"
+        and device.index == torch.cuda.current_device()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream

@@ -1,0 +1,300 @@
+"""Adam and AdamW in their fused form on a GPU, by a kernel that reads 16 bytes at a time.
+
+torch's own launch dozens of kernels a step and read less at a time. Where an optimizer of exactly
+these classes runs fused, because its script or `deepytorch_core.nn.swaps.fused_optimizer` said so,
+the functions that it calls are replaced: for the whole process, while any optimizer wants it. What
+the kernel doesn't take goes to torch's: `deepytorch_core.nn.fused_adam` tells them apart.
+
+NOTE [Replicas]. Ranks may choose differently, and replicas of a model have to step alike. There the
+kernel stays only if it gives torch's results to the last bit, by which it then is the one that
+rounds like torch's throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW
+
+from deepytorch_core import guard
+from deepytorch_core.nn import fused_adam
+from deepytorch_core.nn.kernels import (
+    Kernel,
+    Place,
+    Probe,
+    Setting,
+    Undo,
+    register_kernel,
+    register_place,
+)
+from deepytorch_core.nn.swaps import fused_optimizer
+from deepytorch_core.patching import Patches
+
+KIND = "fused adam"
+DEVICE = "cuda"
+CLASSES = (Adam, AdamW)
+WHY = "fused optimizers update all parameters of a group by one kernel"
+OPTION = "DEEPYTORCH_KERNELS=off"
+# Elements of the copies that are tried.
+_MOST_ELEMENTS = 1 << 25
+_STEPS = 8
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+@register_place(KIND)
+def find(setting: Setting) -> Iterable[Place]:
+    """The optimizers on a GPU that run fused, whoever chose that."""
+    if setting.device.type != DEVICE:
+        return
+    for optimizer in setting.optimizers:
+        own = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+        if type(own) in CLASSES and fused_optimizer.is_fused(own):
+            dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in _trained(own)})
+            yield Place(
+                kind=KIND,
+                what=f"fused {type(own).__name__}({', '.join(dtypes)})",
+                targets=(own,),
+                probe=lambda chosen=own: _probe(chosen, setting),  # type: ignore[misc]
+                facts={"decay": [float(group["weight_decay"]) != 0 for group in own.param_groups]},
+            )
+
+
+def _trained(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class _Fused(Kernel):
+    """`deepytorch_core.nn.adam_kernels`, in one of its two arithmetics."""
+
+    kind = KIND
+    is_wide: bool
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        (optimizer,) = place.targets
+        if not _has_triton():
+            return "Triton is not installed"
+        for group in optimizer.param_groups:
+            for name in ("amsgrad", "capturable", "differentiable"):
+                if group.get(name):
+                    return f"{name}=True was asked for"
+        if any(type(one) not in (Tensor, nn.Parameter) for one in _trained(optimizer)):
+            return "parameters are of a class of their own"
+        if not any(_is_large(group) for group in optimizer.param_groups):
+            return "parameters are few"
+        return None
+
+    def apply(self, target: Any, setting: Setting) -> Undo:
+        return _serving.begin(self.is_wide)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@register_kernel
+class Wide(_Fused):
+    """With torch's roundings."""
+
+    name = "triton"
+    is_wide = True
+
+
+@register_kernel
+class Narrow(_Fused):
+    """In float32 alone."""
+
+    name = "triton-float32"
+    is_wide = False
+
+    def why_not(self, place: Place, setting: Setting) -> str | None:
+        (optimizer,) = place.targets
+        if any(one.dtype.itemsize > 2 for one in _trained(optimizer)):
+            return "parameters of float32 would be rounded otherwise than torch's"
+        if _are_replicas(setting):
+            return "replicas must step alike, and ranks may measure differently"
+        return super().why_not(place, setting)
+
+
+def _is_large(group: dict[str, Any]) -> bool:
+    sizes: dict[torch.dtype, int] = {}
+    for one in group["params"]:
+        sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel()
+    return any(
+        dtype in fused_adam.DTYPES and size >= fused_adam.LEAST_ELEMENTS
+        for dtype, size in sizes.items()
+    )
+
+
+def _are_replicas(setting: Setting) -> bool:
+    """See NOTE [Replicas]."""
+    size = guard.Ranks(KIND).size
+    return setting.mode == "auto" and size > 1 and not fused_optimizer.is_cut(setting.model)
+
+
+class _Serving:
+    """The replaced functions, for as long as anybody wants them."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._wanted: dict[int, bool] = {}
+        self._patches = Patches()
+        self._known = fused_adam.Known(1)
+
+    def begin(self, is_wide: bool) -> Callable[[], None]:
+        """Have calls served from here on; returns what ends that, once.
+
+        Args:
+            is_wide: the kernel's arithmetic, where nobody wants another later.
+        """
+        from deepytorch_core.nn import adam_kernels
+
+        if not self._wanted:
+            shape = adam_kernels.Shape()
+            self._known = fused_adam.Known(shape.chunk)
+            self._patches = Patches()
+            for name, is_decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
+                launch = functools.partial(
+                    adam_kernels.launch, is_decoupled=is_decoupled, shape=shape
+                )
+                self._patches.replace(
+                    torch,
+                    name,
+                    functools.partial(_replacing, self, launch),
+                    why=WHY,
+                    option=OPTION,
+                )
+        number = next(self._numbers)
+        self._wanted[number] = is_wide
+        return functools.partial(self._end, number)
+
+    def is_taken(self, launch: Callable[..., None], lists: Any, settings: dict[str, Any]) -> bool:
+        """See `deepytorch_core.nn.fused_adam.is_taken`."""
+        is_wide = next(reversed(self._wanted.values()), True)
+        chosen = functools.partial(launch, is_wide=is_wide)
+        return fused_adam.is_taken(self._known, chosen, lists, settings)
+
+    def _end(self, number: int) -> None:
+        if self._wanted.pop(number, None) is not None and not self._wanted:
+            self._patches.undo()
+
+
+def _replacing(
+    serving: _Serving, launch: Callable[..., None], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if fused_adam.is_looked_at() or not serving.is_taken(launch, args, kwargs):
+            return original(*args, **kwargs)
+        return None
+
+    return called
+
+
+_serving = _Serving()
+
+
+class _Group:
+    """New tensors of the shapes of a group, some of them, and its settings."""
+
+    def __init__(self, group: dict[str, Any], optimizer: Any, left: int, device: Any) -> None:
+        shapes: list[tuple[int, ...]] = []
+        dtypes: list[torch.dtype] = []
+        for one in group["params"]:
+            if one.numel() and (one.numel() <= left or not shapes):
+                whole = one.numel() <= left
+                shapes.append(tuple(one.shape) if whole else (left,))
+                dtypes.append(one.dtype)
+                left -= min(one.numel(), left)
+        self.left = left
+        generator = torch.Generator(device).manual_seed(len(shapes))
+
+        def drawn(scale: float) -> list[Tensor]:
+            return [
+                torch.randn(shape, device=device, dtype=torch.float32, generator=generator)
+                .mul_(scale)
+                .to(dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
+
+        self.start, self.gradients = drawn(0.02), drawn(1e-3)
+        self.parameters = [nn.Parameter(one.clone()) for one in self.start]
+        self.moments = [
+            [torch.empty_like(one, requires_grad=False) for one in self.start] for _ in range(2)
+        ]
+        self.steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in shapes]
+        is_decoupled = group.get("decoupled_weight_decay", type(optimizer) is AdamW)
+        self._name = "_fused_adamw_" if is_decoupled else "_fused_adam_"
+        beta1, beta2 = (float(one) for one in group["betas"])
+        self._settings = {
+            # A learning rate of a warm-up's start would hide what the kernel does.
+            "lr": 1e-3,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": float(group["weight_decay"]),
+            "eps": float(group["eps"]),
+            "amsgrad": False,
+            "maximize": bool(group["maximize"]),
+        }
+
+    def begin(self) -> None:
+        """Put everything back."""
+        torch._foreach_copy_(list[Tensor](self.parameters), self.start)
+        for one in (*self.moments, self.steps):
+            torch._foreach_zero_(one)
+
+    def step(self) -> None:
+        """Step as the optimizer does."""
+        torch._foreach_add_(self.steps, 1)
+        for dtype in dict.fromkeys(one.dtype for one in self.start):
+            where = [number for number, one in enumerate(self.start) if one.dtype == dtype]
+            own = [list[Tensor](self.parameters), self.gradients, *self.moments, self.steps]
+            lists = [[of[number] for number in where] for of in own]
+            getattr(torch, self._name)(*lists[:4], [], lists[4], **self._settings)
+
+
+def _probe(optimizer: Any, setting: Setting) -> Probe:
+    """The same calls on new tensors of the same sizes."""
+    groups: list[_Group] = []
+    left = _MOST_ELEMENTS
+    # The largest first: where not all have room, these take the time.
+    for group in sorted(optimizer.param_groups, key=lambda one: -sum(map(_size, one["params"]))):
+        if left:
+            groups.append(_Group(group, optimizer, left, setting.device))
+            left = groups[-1].left
+    groups = [one for one in groups if one.start]
+    module = nn.ParameterList(one for group in groups for one in group.parameters)
+    is_exact = _are_replicas(setting)
+
+    @torch.no_grad()
+    def run() -> list[Tensor]:
+        for group in groups:
+            group.begin()
+        for _ in range(_STEPS):
+            for group in groups:
+                group.step()
+        found = []
+        for group in groups:
+            moments = [one for of in group.moments for one in of]
+            if is_exact:
+                results = [*group.parameters, *moments]
+                found += [one.detach().view(_BITS[one.dtype.itemsize]) for one in results]
+            else:
+                # The rest of an update after rounding to 16 bits is not comparable.
+                found += [
+                    (now - then if now.dtype.itemsize > 2 else now).detach()
+                    for now, then in zip(group.parameters, group.start, strict=True)
+                ]
+                found += moments
+        return found
+
+    return Probe(module, None, run)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel()
