@@ -207,6 +207,8 @@ def test_who_asks_for_a_job_gets_one(arguments, is_alone):
 
 def test_an_option_in_the_environment_asks_for_a_job(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
+    assert not parse("s.py").is_alone
+    assert parse("s.py", default_processes="2").nproc_per_node == "1"
     monkeypatch.setenv("PET_NNODES", "2")
     assert not parse("s.py").is_alone
 
