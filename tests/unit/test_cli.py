@@ -544,3 +544,9 @@ def test_build_needs_nothing_of_a_framework(monkeypatch, missing):
     done = invoke("build")
     assert done.exit_code == 0, done.output
     assert "adapter ready: " in done.output
+
+
+def test_train_says_what_it_waits_for_first(launched, recipes):
+    result = invoke("train", "llama_sft", "--nproc-per-node", "2")
+    assert len(launched) == 1
+    assert "llama_sft starts in 2 processes: loading the libraries takes about" in result.output
