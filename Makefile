@@ -211,8 +211,8 @@ test-pictures: venv docs ## report, README's chart, home page, results and other
 	@.ci/system chromium
 	$(BIN)/pytest $(PYTEST_FLAGS) tests/pictures/check_pictures.py
 
-test-docs: venv adapter $(OPERATORS) $(VENV)/.group-notebooks ## pages and notebooks do what they say (seven minutes)
-	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py
+test-docs: venv adapter $(OPERATORS) $(VENV)/.group-notebooks $(VENV)/.group-platforms ## pages and notebooks do what they say (eight minutes)
+	$(BIN)/pytest $(PYTEST_FLAGS) tests/docs/check_pages.py tests/docs/check_notebooks.py tests/docs/check_platforms.py
 
 wheel: ## dist/: wheels with GPU kernels and adapters (PYTHONS=..., ADAPTERS=all|none|2.13.0 ...), sdist
 	@.ci/system python compiler

@@ -509,7 +509,7 @@ def renew() -> None:
 
 
 def is_set(variable: str) -> bool:
-    """Whether the user has set this variable of the native core's, NCCL's or gloo's."""
+    """Whether the user has set this variable of the core's, torchrun's, NCCL's or gloo's."""
     return variable in os.environ or variable in nccl_settings()
 
 

@@ -276,7 +276,8 @@ class StepProgress:
         self._steps, self._enabled = steps, enabled
         self._word = "step" if what == "training" else what
         self._bar: Progress | None = None
-        if enabled and console.is_terminal:
+        # FORCE_COLOR, which notebooks set, asks for colours: in a log a bar is hundreds of lines.
+        if enabled and console.is_terminal and console.file.isatty():
             self._bar = Progress(
                 TextColumn(what),
                 BarColumn(),

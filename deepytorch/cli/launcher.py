@@ -90,8 +90,8 @@ def parse(
     parser: ArgumentParser = torchrun.get_args_parser()
     parser.prog = command
     _check_names(arguments, parser, own)
-    is_open = parser.get_default("nproc_per_node") == "1"
-    if parser.get_default("nproc_per_node") == "1":  # else set by the environment, PET_...
+    is_open = not config.is_set("PET_NPROC_PER_NODE")  # a TrainJob's pod of one rank is a job, too
+    if is_open:
         parser.set_defaults(nproc_per_node=default_processes)
     default_port = parser.get_default("master_port")
     if parser.get_default("node_rank") == 0:  # else set by the environment

@@ -95,6 +95,7 @@ def train(
 
     from deepytorch.cli import launcher
     from deepytorch_core import config as environment
+    from deepytorch_core.console import say
 
     num_gpus = launcher.num_gpus()
     options.check_device(has_gpu=num_gpus > 0)
@@ -114,6 +115,8 @@ def train(
         default_processes=processes,
     )
     started.nproc_per_node = processes
+    many = "1 process" if number == 1 else f"{number} processes"
+    say(f"{recipe} starts in {many}: loading the libraries takes about 10 s, the first time longer")
     raise typer.Exit(launcher.launch(started))
 
 

@@ -35,6 +35,7 @@ from deepytorch_core.compile import (
     collecting,
     dynamo,
     graphs,
+    held_up,
     module_state,
     recorders,
     seam,
@@ -353,7 +354,8 @@ class CompiledRegion:
         )
 
     def _made(self, graph: GraphModule, inputs: Sequence[Any], used: frozenset[int]) -> graphs.Made:
-        with at_once() if self._at_once else contextlib.nullcontext():
+        waiting = held_up.said(self.region.name, self._budget_s)
+        with waiting, at_once() if self._at_once else contextlib.nullcontext():
             compiled, dropped = graphs.compile_with(
                 self._policies, graph, inputs, may_try=self._may_try
             )

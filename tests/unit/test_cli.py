@@ -207,6 +207,8 @@ def test_who_asks_for_a_job_gets_one(arguments, is_alone):
 
 def test_an_option_in_the_environment_asks_for_a_job(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
+    assert not parse("s.py").is_alone
+    assert parse("s.py", default_processes="2").nproc_per_node == "1"
     monkeypatch.setenv("PET_NNODES", "2")
     assert not parse("s.py").is_alone
 
@@ -542,3 +544,9 @@ def test_build_needs_nothing_of_a_framework(monkeypatch, missing):
     done = invoke("build")
     assert done.exit_code == 0, done.output
     assert "adapter ready: " in done.output
+
+
+def test_train_says_what_it_waits_for_first(launched, recipes):
+    result = invoke("train", "llama_sft", "--nproc-per-node", "2")
+    assert len(launched) == 1
+    assert "llama_sft starts in 2 processes: loading the libraries takes about" in result.output

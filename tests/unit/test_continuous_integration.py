@@ -37,6 +37,37 @@ def test_the_workflow_runs_what_is_in_the_folder() -> None:
     assert all((ROOT / script).is_file() for script in scripts)
 
 
+def test_the_image_is_made_of_the_wheel_and_tried() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job = workflow["jobs"]["image"]
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == ["make wheel PYTHONS=python3.12 ADAPTERS=2.13.0", "bash .ci/image"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    (torch,) = re.findall(r"torch==(\S+)", dockerfile)
+    assert f"ADAPTERS={torch}" in commands[0]
+    assert set(re.findall(r"python:3\.(\d+)", dockerfile)) == {"12"}
+    assert re.findall(r"^COPY (dist/\S+)", dockerfile, re.M) == ["dist/*-cp312-*.whl"]
+
+
+@pytest.mark.parametrize(("user", "status"), [("10001", 0), ("0", 1)])
+def test_an_image_that_runs_as_root_is_refused(tmp_path: Path, user: str, status: int) -> None:
+    """With a docker that says what it is asked for."""
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\n[ "$4" = id ] && echo {user} || echo "docker $@"\n')
+    docker.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / ".ci" / "image")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert "docker build --build-arg WHEEL=dist" in done.stdout
+    assert ("train llama_sft" in done.stdout) == (status == 0)
+    assert ("runs as root" in done.stderr) == (status == 1)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_tests_on_emulated_nodes_run_as_root_or_fail(tmp_path: Path, *, allowed: bool) -> None:
     """With a sudo and a make that say what they are asked for."""
