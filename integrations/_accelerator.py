@@ -22,9 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from deepytorch_core import activation, config
-from deepytorch_core.config import Options
-from deepytorch_core.console import say_once
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.console import say_once
+from deepytorch_core.c10d import activation
 
 from . import (
     _around,

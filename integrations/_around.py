@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from deepytorch_core.patching import Patches
+from deepytorch_core.base.patching import Patches
 
 Around = Callable[..., Any]
 _Place = tuple[type, str]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.guard import timing
 
 from . import _buckets, _groups

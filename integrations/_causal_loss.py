@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import decisions
 from deepytorch_core.nn.deferred_logits import (
     BYPASSED,
     DeferredLogits,
@@ -420,7 +421,7 @@ class Weights:
     """Notes which parameters a head had, without keeping them.
 
     ZeRO-3, FSDP1 and FSDP2 train other ones than those that they were given. CUDA graphs are made
-    with other ones too, but in the same memory (`deepytorch_core.compile.recorder`).
+    with other ones too, but in the same memory (`deepytorch_core.guard.recorder`).
     """
 
     def __init__(self, head: nn.Module) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from deepytorch_core import by_name, compiler_import, decisions
-from deepytorch_core.config import Options
+from deepytorch_core.base import by_name, compiler_import, decisions
+from deepytorch_core.base.config import Options
 
 from . import _contract
 

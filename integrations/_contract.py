@@ -20,13 +20,14 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import activation, agreement, bystander, config, stores
-from deepytorch_core.backend import limit_of
-from deepytorch_core.config import Options
-from deepytorch_core.console import say
-from deepytorch_core.errors import OFF_SWITCH
-from deepytorch_core.errors import IntegrationError as IntegrationError
-from deepytorch_core.patching import ENABLED, Patches
+from deepytorch_core.base import agreement, config, stores
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.console import say
+from deepytorch_core.base.errors import OFF_SWITCH
+from deepytorch_core.base.errors import IntegrationError as IntegrationError
+from deepytorch_core.base.patching import ENABLED, Patches
+from deepytorch_core.c10d import activation, non_participant
+from deepytorch_core.c10d.backend import limit_of
 
 # So often it is looked whether a rank that has not come can't come any more.
 _LOOK_S = 2.0
@@ -260,7 +261,7 @@ def join(
 
     Args:
         adapter: its name, for messages.
-        given: options by name (`deepytorch_core.config.Options`); what is not given comes from
+        given: options by name (`deepytorch_core.base.config.Options`); what is not given comes from
             the environment, or from `deepytorch.activate`.
         own: checks what the adapter was given besides and returns what of it all ranks must
             share, in JSON's types by name. A ValueError or IntegrationError from it is raised on
@@ -340,21 +341,21 @@ def _exchange(
     """Every rank's statement, by rank."""
     store, rank, size = connection
     own = agreement.numbered(store, f"deepytorch/{adapter}", rank)
-    own.set(bystander.JOINS, "1")
+    own.set(non_participant.JOINS, "1")
     own.set(str(rank), json.dumps(statement))
     limit_s = here_limit_s()
     here, hopeless = _await(adapter, own, (rank, size), limit_s)
     statements = {sender: json.loads(stores.text(own, str(sender))) for sender in here}
     declining = {
-        sender: one[bystander.DECLINES]
+        sender: one[non_participant.DECLINES]
         for sender, one in statements.items()
-        if bystander.DECLINES in one
+        if non_participant.DECLINES in one
     }
     if declining:
         with contextlib.suppress(RuntimeError):  # as one of them may have ended
-            told = [bystander.knows(sender) for sender in declining]
+            told = [non_participant.knows(sender) for sender in declining]
             stores.poll(lambda: bool(own.check(told)), agreement.PATIENCE_S)
-        raise bystander.disagreement(adapter, declining)
+        raise non_participant.disagreement(adapter, declining)
     absent = [other for other in range(size) if other not in statements]
     if absent:
         when = hopeless or f" within {limit_s:g} s{_doing(absent)}"
@@ -386,7 +387,7 @@ def _await(adapter: str, own: Any, place: tuple[int, int], limit_s: float) -> tu
     everyone = [str(other) for other in range(size)]
 
     def is_over() -> bool:
-        return bool(own.check(everyone) or own.check([bystander.DECLINES]))
+        return bool(own.check(everyone) or own.check([non_participant.DECLINES]))
 
     def here() -> list[int]:
         return [other for other in range(size) if own.check([str(other)])]

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.config import Options
-from deepytorch_core.console import say_once
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.console import say_once
 from deepytorch_core.tune import in_force
 
 Kind = tuple[torch.dtype, torch.device]

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from deepytorch_core import config, deepspeed_flag
-from deepytorch_core.config import Options
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d import deepspeed_flag
 
 from . import _claims, _compile, _kernels, _live, _offloaded_weights, _padding_free
 from ._contract import Changes, require

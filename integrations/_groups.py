@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deepytorch_core import c10d_patches, rewrite
-from deepytorch_core.backend import NAME
-from deepytorch_core.config import Options
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d import patches as c10d_patches
+from deepytorch_core.c10d import rewrite
+from deepytorch_core.c10d.backend import NAME
 
 from . import _contract
 from ._contract import IntegrationError

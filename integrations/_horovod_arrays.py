@@ -22,9 +22,9 @@ from deepytorch.integrations._horovod_common import (
     no_such_feature,
 )
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.errors import OFF_SWITCH
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.errors import OFF_SWITCH
 
 Array = npt.NDArray[Any]
 

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deepytorch.integrations._contract import IntegrationError
-from deepytorch_core import config
-from deepytorch_core.launchers import Launched
+from deepytorch_core.base import config
+from deepytorch_core.base.launchers import Launched
 
 _PAUSE_S = 0.002
 _meetings: Counter[Path] = Counter()

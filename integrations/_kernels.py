@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import compiler_import, decisions
-from deepytorch_core.config import Options
+from deepytorch_core.base import compiler_import, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.nn import swaps
 from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deepytorch_core import activation, live
+from deepytorch_core.c10d import activation
+from deepytorch_core.report import live
 
 from . import _contract
 

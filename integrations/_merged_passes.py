@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from deepytorch_core import config, console, decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import config, console, decisions
 from deepytorch_core.compile import graphs, module_state, seam
 
 from ._padding_free import BATCH_KEY, forward_of

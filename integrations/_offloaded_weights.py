@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 
 from ._contract import Changes
 

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import decisions
+from deepytorch_core.base.console import say_once
 from deepytorch_core.compile import seam
 from deepytorch_core.compile.fixes._transformers import caches
-from deepytorch_core.console import say_once
 from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart

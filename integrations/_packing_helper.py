@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Any
 
-from deepytorch_core import unlisted
+from deepytorch_core.base import unlisted
 
 # Modules are found where this process finds them, and not in the current folder before all others.
 # Ctrl-C is for the training, which may go on.

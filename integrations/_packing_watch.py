@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
-from deepytorch_core import config, decisions, guard, own_cores, topology
+from deepytorch_core import guard
+from deepytorch_core.base import config, cpu_affinity, decisions
 from deepytorch_core.compile import undecided
+from deepytorch_core.topology import model as topology
 
 from . import _packing_twin, _unpacked_output
 from ._hook import Hook
@@ -166,7 +168,7 @@ class Watch:
 
     @functools.cached_property
     def _least_run_s(self) -> float:
-        cores = own_cores.of_rank(topology.discover().cores.usable)
+        cores = cpu_affinity.of_rank(topology.discover().cores.usable)
         return 0.0 if cores > _SPARE_CORES else _HELPER_S / _LARGEST_SHARE
 
     def _key_of(self, twin: bytes) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from deepytorch_core import by_name, compiler_import, decisions, guard
-from deepytorch_core.agreement import agree, numbered
-from deepytorch_core.console import say_once
+from deepytorch_core import guard
+from deepytorch_core.base import by_name, compiler_import, decisions
+from deepytorch_core.base.agreement import agree, numbered
+from deepytorch_core.base.console import say_once
 
 from . import _contract
 

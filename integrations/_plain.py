@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import compiler_import, config, decisions
-from deepytorch_core.config import Options
+from deepytorch_core.base import compiler_import, config, decisions
+from deepytorch_core.base.config import Options
 
 from . import _claims, _compile, _contract, _kernels, _padding_free
 

@@ -9,7 +9,7 @@ the script imports them.
   own, DistributedDataParallel, FSDP, Lightning, Composer.
 
 A model is taken care of once, by whoever is first (`_claims`), and what a script asks for by name
-wins (`deepytorch_core.by_name`). Stock does what can't be done here, and a line says so.
+wins (`deepytorch_core.base.by_name`). Stock does what can't be done here, and a line says so.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import config, deepspeed_flag
-from deepytorch_core.console import say_first
-from deepytorch_core.errors import OFF_SWITCH
-from deepytorch_core.import_hook import ImportHook
-from deepytorch_core.patching import Patches
+from deepytorch_core.base import config
+from deepytorch_core.base.console import say_first
+from deepytorch_core.base.errors import OFF_SWITCH
+from deepytorch_core.base.import_hook import ImportHook
+from deepytorch_core.base.patching import Patches
+from deepytorch_core.c10d import deepspeed_flag
 
 _Function = Callable[..., Any]
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from deepytorch_core import agreement, decisions
+from deepytorch_core.base import agreement, decisions
 from deepytorch_core.data import TokenBalancedBatchSampler
 from deepytorch_core.data.balance import WHAT
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
-from deepytorch_core import activation, live
+from deepytorch_core.c10d import activation
+from deepytorch_core.report import live
 
 from . import _contract
 

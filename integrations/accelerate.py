@@ -36,7 +36,7 @@ class DeepytorchPlugin(KwargsHandler):  # type: ignore[misc]
     Args:
         ddp_kwargs: keywords of DistributedDataParallel, as a mapping or as Accelerate's
             DistributedDataParallelKwargs; that handler may as well stand beside the plugin.
-        **options: see `deepytorch_core.config.Options`. All ranks must give the same.
+        **options: see `deepytorch_core.base.config.Options`. All ranks must give the same.
 
     Wrong options are an IntegrationError on every rank when the Accelerator is built.
     """

@@ -1,8 +1,8 @@
 """DistributedDataParallel on deepytorch: buckets in registered memory, of measured sizes, or bf16.
 
-Seams: DDP's Reducer, whose buckets deepytorch_core.registered places, and which is made anew with
-other bucket sizes (see `_buckets`); `register_comm_hook` for compression. A group that was made
-before deepytorch was active is upgraded in place.
+Seams: DDP's Reducer, whose buckets deepytorch_core.c10d.registered places, and which is made anew
+with other bucket sizes (see `_buckets`); `register_comm_hook` for compression. A group that was
+made before deepytorch was active is upgraded in place.
 
 Left alone: the module, its parameters and hooks, buffers' broadcasts, no_sync, join, and everything
 about DDP that its arguments say.
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import decisions, registered
-from deepytorch_core.config import Options
+from deepytorch_core.base import decisions
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d import registered
 from deepytorch_core.tune import in_force
 
 from . import _contract, _groups
@@ -53,7 +54,8 @@ def prepare_ddp(
         compress: "bf16" sends float32 and float64 gradients as bfloat16: half the bytes. They
             are divided before they are rounded. On the CPU the ranks' values are added in float32
             and rounded once.
-        **kwargs: DistributedDataParallel's own arguments, and `deepytorch_core.config.Options`.
+        **kwargs: DistributedDataParallel's own arguments, and
+            `deepytorch_core.base.config.Options`.
 
     Returns the DistributedDataParallel; with enabled=False exactly torch's.
 
@@ -103,7 +105,7 @@ def tune_buckets(ddp: DistributedDataParallel, **options: Any) -> None:
 
     Args:
         ddp: any DistributedDataParallel, between two steps.
-        **options: `deepytorch_core.config.Options`.
+        **options: `deepytorch_core.base.config.Options`.
 
     Raises IntegrationError, on every rank, for another module, one whose buckets can't be changed,
     a wrong option, or a group that deepytorch does not serve on the module's device.

@@ -2,12 +2,12 @@
 
 `{"deepytorch": {"enabled": true, ...options}}` in DeepSpeed's configuration sends the engine's
 collectives through deepytorch; the script stays as it is. `initialize` here does the same from
-Python. The section's names are the options of `deepytorch_core.config.Options`.
+Python. The section's names are the options of `deepytorch_core.base.config.Options`.
 
 Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
-(`deepytorch_core.deepspeed_flag`). Without the section the wrapper passes the call on, unless other
-ranks have it: then all have an error. With it the process groups that exist are upgraded in place,
-and bucket sizes that the configuration leaves open are filled in (`_deepspeed_buckets`); an
+(`deepytorch_core.c10d.deepspeed_flag`). Without the section the wrapper passes the call on, unless
+other ranks have it: then all have an error. With it the process groups that exist are upgraded in
+place, and bucket sizes that the configuration leaves open are filled in (`_deepspeed_buckets`); an
 engine's transformers model trains without padding (`_padding_free`, by hooks), fused kernels go
 into the model (`_kernels`), and it is compiled as option `compile` says, of ZeRO-3 leaf modules.
 Where ZeRO-3 keeps weights or the optimizer on the host, updated weights are copied another way
@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import activation, config, deepspeed_flag
-from deepytorch_core.config import Options
-from deepytorch_core.deepspeed_flag import IN_ARGS, SECTION
-from deepytorch_core.patching import original_of
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import original_of
+from deepytorch_core.c10d import activation, deepspeed_flag
+from deepytorch_core.c10d.deepspeed_flag import IN_ARGS, SECTION
 
 from . import _claims, _deepspeed_engine
 from ._contract import Changes, Joined, join, require
@@ -51,9 +52,9 @@ def initialize(
     does.
 
     Args:
-        deepytorch: options by name (see `deepytorch_core.config.Options`), which win over those in
-            the section "deepytorch" of the configuration; True or None for none, False for stock
-            DeepSpeed.
+        deepytorch: options by name (see `deepytorch_core.base.config.Options`), which win over
+            those in the section "deepytorch" of the configuration;
+            True or None for none, False for stock DeepSpeed.
 
     Raises IntegrationError, the same on every rank, for an unknown option, a wrong value, options
     that differ between ranks, a version of DeepSpeed that is not known, or process groups that

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch_core import decisions, device_memory
+from deepytorch_core.base import decisions
+from deepytorch_core.c10d import device_memory
 
 from . import _contract, _groups
 from ._contract import Changes, IntegrationError
@@ -42,7 +43,7 @@ def register_comm_hook(model: nn.Module, *, compress: str | None = None, **optio
         compress: "bf16" sends float32 and float64 gradients as bfloat16: half the bytes. They
             are divided before they are rounded. On the CPU the ranks' values are added in float32
             and rounded once.
-        **options: `deepytorch_core.config.Options`.
+        **options: `deepytorch_core.base.config.Options`.
 
     Raises IntegrationError, on every rank, for a model that is not FSDP1's or not the root, a
     hybrid strategy, another hook, a wrong option, or a group that deepytorch does not serve.
@@ -100,7 +101,7 @@ def apply_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
     Args:
         model: a module that `fully_shard` was applied to, itself or modules in it; compiled or
             not.
-        **options: `deepytorch_core.config.Options`.
+        **options: `deepytorch_core.base.config.Options`.
 
     Returns the model.
 

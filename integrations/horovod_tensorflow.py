@@ -118,7 +118,7 @@ def init(comm: None = None, **options: Any) -> None:
 
     Args:
         comm: only None.
-        **options: of deepytorch, see `deepytorch_core.config.Options`; the same on every rank.
+        **options: of deepytorch, see `deepytorch_core.base.config.Options`; the same on every rank.
 
     Raises IntegrationError, on every rank, for what can't be served: several nodes, a wrong option.
     """

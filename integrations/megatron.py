@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import c10d_patches
-from deepytorch_core.backend import NAME
+from deepytorch_core.c10d import patches as c10d_patches
+from deepytorch_core.c10d.backend import NAME
 
 from . import _contract
 from ._contract import Changes, IntegrationError, Joined
@@ -121,7 +121,7 @@ class ProcessGroupFactory:
             "dp" stands also for the groups of data and context parallelism together, which carry
             the gradients, and "default" for all that are not named; it is "deepytorch" unless
             given.
-        **options: see `deepytorch_core.config.Options`.
+        **options: see `deepytorch_core.base.config.Options`.
     """
 
     def __init__(
@@ -415,7 +415,7 @@ def _check_backend(group: str, backend: Any) -> None:
 def _stock_backend() -> str:
     import torch
 
-    from deepytorch_core.delegates import STOCK_BACKENDS
+    from deepytorch_core.c10d.delegates import STOCK_BACKENDS
 
     accelerator = torch.accelerator.current_accelerator()
     return STOCK_BACKENDS["cpu" if accelerator is None else accelerator.type]

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deepytorch_core import by_name, config
+from deepytorch_core.base import by_name, config
 
 from . import _accelerator, _contract, _padding_free, _trainer_balance, _trainer_figures
 from ._contract import IntegrationError
@@ -52,8 +52,8 @@ class DeepytorchMixin(_Base):
     """Makes a Trainer's class train on deepytorch: `class Mine(DeepytorchMixin, SFTTrainer): ...`.
 
     Args:
-        deepytorch: options by name (`deepytorch_core.config.Options`), the same on all ranks. It
-            is taken off before the Trainer sees its arguments.
+        deepytorch: options by name (`deepytorch_core.base.config.Options`), the same on all ranks.
+            It is taken off before the Trainer sees its arguments.
         *args, **kwargs: the Trainer's.
 
     Raises IntegrationError, on every rank, for wrong options and versions.
@@ -83,7 +83,7 @@ def accelerate_trainer(trainer: _Trainer, **options: Any) -> _Trainer:
 
     Args:
         trainer: changed in place.
-        **options: see `deepytorch_core.config.Options`; the same on all ranks.
+        **options: see `deepytorch_core.base.config.Options`; the same on all ranks.
 
     Returns `trainer`. Raises IntegrationError, on every rank, for wrong options and versions.
     """

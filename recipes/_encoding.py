@@ -20,7 +20,7 @@ from deepytorch.recipes._chat import Encoded, Encoding, encode_one
 from deepytorch.recipes._conversations import Conversation
 from deepytorch.recipes._data import Example
 from deepytorch.recipes._run import Process, StepProgress, all_of, console, together
-from deepytorch_core import config, trust
+from deepytorch_core.base import config, file_permissions
 
 _LARGE = 2_000  # conversations from which on they are kept, and their encoding is shown
 _CODE = (_chat, _conversations, _template, _training_template)
@@ -96,7 +96,7 @@ def _write(path: Path, every: Sequence[Encoded]) -> None:
 
 def _read(path: Path) -> list[Encoded] | None:
     try:
-        with trust.opened_data(path) as file:
+        with file_permissions.opened_data(path) as file:
             kept = torch.load(file, weights_only=True)
         ids, labels = kept["ids"].tolist(), kept["labels"].tolist()
         found, start = [], 0

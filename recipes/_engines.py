@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepytorch.recipes._config import RecipeError
 from deepytorch.recipes._options import RunOptions
 from deepytorch.recipes._run import Process
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 State = dict[str, Any]

@@ -25,7 +25,7 @@ from deepytorch.recipes._data import Batch, Example, collate
 from deepytorch.recipes._encoding import encoded_by_all
 from deepytorch.recipes._run import Process, console, together
 from deepytorch.recipes._settings import TextOptions
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.data.balance import WHAT
 
 

@@ -36,7 +36,8 @@ from deepytorch.recipes._run import (
 )
 from deepytorch.recipes._told import Telling, Told
 from deepytorch.recipes._trainer import Task, Trainer
-from deepytorch_core import c10d_patches, decisions
+from deepytorch_core.base import decisions
+from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.data.balance import WHAT
 
 _NOT_COMPARED = ("backend", "save_every", "keep_checkpoints", "evaluate_every", "trackers")

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import deepytorch
 from deepytorch.recipes._config import RankError, RecipeError
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.network import gloo_env
 
 T = TypeVar("T")

@@ -228,7 +228,7 @@ def _show_forecast(
     node_counts: Sequence[int],
     json: Path | None,
 ) -> None:
-    from deepytorch_core import config
+    from deepytorch_core.base import config
     from deepytorch_core.bench import forecast, record
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.network import link

@@ -94,7 +94,7 @@ def train(
         arguments[:0] = ["--config", str(config)]
 
     from deepytorch.cli import launcher
-    from deepytorch_core import config as environment
+    from deepytorch_core.base import config as environment
 
     num_gpus = launcher.num_gpus()
     options.check_device(has_gpu=num_gpus > 0)

@@ -195,7 +195,7 @@ def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
     phases: dict[str, float] = {}
     made: list[dict[str, Any]] = []
     if found is not None:
-        from deepytorch_core import decisions
+        from deepytorch_core.base import decisions
 
         made = [dict(one) for one in decisions.made()]
         phases = {name: round(one.seconds - one.steps * steady, 2) for name, one in spent.items()}

@@ -123,7 +123,7 @@ def as_users_get_it(registered_buckets: bool) -> AbstractContextManager[None]:
     """Do what `import deepytorch` does to the construction of a DDP module."""
     if not registered_buckets:
         return nullcontext()
-    from deepytorch_core import registered
+    from deepytorch_core.c10d import registered
 
     return registered.place_ddp_buckets()
 

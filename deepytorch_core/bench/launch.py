@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench import baselines
 from deepytorch_core.bench.job import BenchError, Run
 from deepytorch_core.bench.record import Record, provenance
@@ -48,7 +48,7 @@ def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
     """
     origin = provenance()
     if job.ours == "deepytorch":
-        from deepytorch_core import adapter
+        from deepytorch_core.c10d import adapter
 
         adapter.load()  # compiled once here, not by every rank against its time limit
     with contextlib.ExitStack() as stack:

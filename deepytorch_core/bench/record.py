@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import config, distribution
+from deepytorch_core.base import config, distribution
 
 Record = dict[str, Any]
 

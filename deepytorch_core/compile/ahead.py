@@ -34,8 +34,9 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
-from deepytorch_core import config, control_group, own_cores, topology
+from deepytorch_core.base import cgroup, config, cpu_affinity
 from deepytorch_core.compile import helper, policies, regions, switches
+from deepytorch_core.topology import model as topology
 
 # From which on it takes minutes, so that parts are compiled side by side. Smaller ones stay whole,
 # so that nothing is missed between the parts: the training doesn't wait for either.
@@ -116,14 +117,14 @@ def _num_by_gpu(device: torch.device) -> int:
 def _host_bytes_left() -> int:
     """Return the bytes left of main memory, on this machine and in this container."""
     machine = topology.discover().memory
-    group = control_group.ControlGroup(control_group.read_file, "memory")
-    taken = control_group.Memory.of(group, machine.total_bytes)
+    group = cgroup.ControlGroup(cgroup.read_file, "memory")
+    taken = cgroup.Memory.of(group, machine.total_bytes)
     left = machine.available_bytes or machine.total_bytes
     return left if taken.limit is None else min(left, taken.limit - taken.used)
 
 
 def _num_cores() -> int:
-    return int(own_cores.of_rank(topology.discover().cores.usable))
+    return int(cpu_affinity.of_rank(topology.discover().cores.usable))
 
 
 @dataclass(frozen=True)

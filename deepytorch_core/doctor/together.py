@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config, distribution
+from deepytorch_core.base import config, distribution
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.network import addresses, path_mtu, prepare

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import config, distribution
-from deepytorch_core.console import say_once
-from deepytorch_core.trust import UntrustedError, opened_data
+from deepytorch_core.base import config, distribution
+from deepytorch_core.base.console import say_once
+from deepytorch_core.base.file_permissions import UntrustedError, opened_data
 
 # As in csrc/tuner/profile.hpp: a profile of another format is left alone.
 _FORMAT = 1

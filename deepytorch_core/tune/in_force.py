@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, knob
 
 

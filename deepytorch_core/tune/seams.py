@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core.import_hook import ImportHook
-from deepytorch_core.patching import Patches
+from deepytorch_core.base.import_hook import ImportHook
+from deepytorch_core.base.patching import Patches
 from deepytorch_core.tune import in_force
 
 _Function = Callable[..., Any]

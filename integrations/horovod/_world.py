@@ -19,9 +19,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from deepytorch.integrations._contract import IntegrationError, Joined, join, require
 from deepytorch.integrations._horovod_common import Placement, no_such_feature
 from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
-from deepytorch_core import activation, agreement, config
-from deepytorch_core.backend import limit_of
-from deepytorch_core.launchers import Launched
+from deepytorch_core.base import agreement, config
+from deepytorch_core.base.launchers import Launched
+from deepytorch_core.c10d import activation
+from deepytorch_core.c10d.backend import limit_of
 
 if TYPE_CHECKING:
     from ._rounds import Rounds  # which builds on this module
@@ -153,7 +154,7 @@ def init(
         comm: only None; an MPI communicator or ranks are refused.
         process_sets: sets to register at once. "dynamic", which Horovod wants for sets that come
             later, is taken and not needed.
-        **options: of deepytorch, see `deepytorch_core.config.Options`; the same on every rank.
+        **options: of deepytorch, see `deepytorch_core.base.config.Options`; the same on every rank.
 
     Raises IntegrationError, on every rank, for what can't be served.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench.nccl_choices import ChoicesJob
 from deepytorch_core.bench.record import read_records
 from deepytorch_core.network import nccl_table

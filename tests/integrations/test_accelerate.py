@@ -22,8 +22,8 @@ from torch import nn
 import deepytorch
 from deepytorch.integrations import _around, _contract
 from deepytorch.integrations import accelerate as adapter
-from deepytorch_core import registered
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d import registered
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20

@@ -25,7 +25,7 @@ from torch import nn
 import deepytorch
 from deepytorch.integrations import _around, _contract, _fsdp2
 from deepytorch.integrations import accelerate as adapter
-from deepytorch_core import agreement
+from deepytorch_core.base import agreement
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import deepytorch
 from deepytorch.integrations import _around, _contract
-from deepytorch_core import agreement
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.base import agreement
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import deepytorch
 from deepytorch.integrations import _contract, _deepspeed_buckets
 from deepytorch.integrations import deepspeed as adapter
-from deepytorch_core import deepspeed_flag
-from deepytorch_core.c10d_patches import serving_name
-from deepytorch_core.patching import original_of
+from deepytorch_core.base.patching import original_of
+from deepytorch_core.c10d import deepspeed_flag
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 # One fixture trains in every mode, also on a busy machine.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.integrations import _deepspeed_buckets
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import spawn_ranks
 
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 import deepytorch
 from deepytorch.integrations import _groups, fsdp
 from deepytorch.integrations._contract import IntegrationError
-from deepytorch_core.c10d_patches import serving_name
-from deepytorch_core.config import Options
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 

@@ -20,7 +20,7 @@ from deepytorch.integrations._horovod_arrays import ArrayWorld
 from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
 from deepytorch.integrations._horovod_rendezvous import LocalStore, local_store
 from deepytorch_core import _core
-from deepytorch_core.launchers import Launched
+from deepytorch_core.base.launchers import Launched
 from deepytorch_core.testing import RankError, spawn_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -25,7 +25,7 @@ import deepytorch
 from deepytorch.integrations import _causal_loss, _liger
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as transformers_adapter
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.nn.weight_changes import steps

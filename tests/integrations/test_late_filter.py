@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from deepytorch.integrations import _late_filter, _seams
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.patching import Patches
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import Patches
 
 STEPS = 12
 NOT_NUMBERS = {0: math.nan, 3: math.inf, 4: -math.inf, 9: math.nan, 10: math.nan}

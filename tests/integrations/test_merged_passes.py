@@ -28,9 +28,9 @@ from transformers import (
 import deepytorch
 from deepytorch.integrations import _merged_passes, _padding_free, _seams
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.patching import Patches
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import Patches
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 WIDTH, ROWS, VOCABULARY = 16, 23, 61

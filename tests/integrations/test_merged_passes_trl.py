@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from deepytorch.integrations import _merged_passes, _padding_free, _seams
 from deepytorch.integrations.transformers import pack_batches
 from deepytorch.recipes._data import byte_tokenizer
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.patching import Patches
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import Patches
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from transformers import (
 
 from deepytorch.integrations import _packed_rows, _padding_free
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 
 LENGTHS = (5, 1, 9, 3)
 

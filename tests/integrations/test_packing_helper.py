@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepytorch.integrations import _packing_twin, _packing_watch, _padding_free
 from deepytorch.integrations._packing_helper import Helper
-from deepytorch_core import config, decisions
-from deepytorch_core.config import Options
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 
 ENOUGH_S = 120.0
 

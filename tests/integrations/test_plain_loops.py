@@ -12,8 +12,8 @@ from torch import nn
 
 import deepytorch
 from deepytorch.integrations import _claims, _kernels, _plain
-from deepytorch_core import activation
 from deepytorch_core import compile as engine
+from deepytorch_core.c10d import activation
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ import deepytorch
 from deepytorch.integrations import _contract
 from deepytorch.integrations import transformers as adapter
 from deepytorch.recipes._data import byte_tokenizer
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20

@@ -32,7 +32,7 @@ from transformers import (
 import deepytorch
 from deepytorch.integrations import _trainer_balance
 from deepytorch.integrations.transformers import IntegrationError, accelerate_trainer, undo
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.data import TokenBalancedBatchSampler
 from deepytorch_core.testing import rank_store, spawn_ranks
 

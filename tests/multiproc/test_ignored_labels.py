@@ -19,8 +19,8 @@ from deepytorch.integrations import _causal_loss as _causal_loss  # registers it
 from deepytorch.integrations import _padding_free
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as trainer_adapter
-from deepytorch_core import config
-from deepytorch_core.config import Options
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 

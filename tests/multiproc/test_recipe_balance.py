@@ -18,7 +18,7 @@ def train(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
 
     from deepytorch.recipes import _loop, llama_sft
     from deepytorch.recipes._run import Process, console
-    from deepytorch_core import decisions
+    from deepytorch_core.base import decisions
 
     process = Process(rank, world_size, torch.device("cpu"))
     curves = []

@@ -11,7 +11,7 @@ from deepytorch.recipes._config import RecipeError, load_config
 from deepytorch.recipes._instructions import TextOptions
 from deepytorch.recipes._trainer import Trainer
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 
 RANKS, BATCH, ACCUMULATION = 3, 2, 4
 CHANCE = random.Random(7)

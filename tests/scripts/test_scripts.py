@@ -43,7 +43,7 @@ if "deepytorch" in sys.modules:
     from deepytorch.integrations import _seams
     found |= {{"decisions": deepytorch.report().decisions, "met": _seams.met()}}
     deepytorch.deactivate()
-    from deepytorch_core import patching
+    from deepytorch_core.base import patching
     found["left"] = [f"{{one.owner}}.{{one.name}}" for one in patching.replaced()]
 print("\\ndid:", json.dumps(found, default=str), flush=True)
 """

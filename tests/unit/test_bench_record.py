@@ -11,7 +11,7 @@ from importlib import metadata
 
 import pytest
 
-from deepytorch_core import distribution
+from deepytorch_core.base import distribution
 from deepytorch_core.bench import record
 
 

@@ -21,7 +21,7 @@ from deepytorch.cli import launcher, train
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
 from deepytorch.recipes._config import load_config
 from deepytorch.recipes._settings import OPTIONS
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench import launch
 
 COMMANDS = [

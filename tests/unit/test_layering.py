@@ -84,7 +84,7 @@ PYTHON_FOLDERS = {
     "integrations": "deepytorch.integrations",
     "recipes": "deepytorch.recipes",
 }
-CORE_ENVIRONMENT = "deepytorch_core/config.py"
+CORE_ENVIRONMENT = "deepytorch_core/base/config.py"
 # Tell the ranks they start who they are and where they meet; read nothing.
 WRITES_ENVIRONMENT = {
     f"deepytorch_core/testing/{name}.py" for name in ("forked", "nursery", "script", "worker")
@@ -292,9 +292,9 @@ def test_a_right_include_passes(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("deepytorch_core/adapter.py", "def f():\n    import deepspeed.comm"),
-        ("deepytorch_core/adapter.py", "importlib.import_module('transformers')"),
-        ("deepytorch_core/adapter.py", "from deepytorch.cli import main"),
+        ("deepytorch_core/c10d/adapter.py", "def f():\n    import deepspeed.comm"),
+        ("deepytorch_core/c10d/adapter.py", "importlib.import_module('transformers')"),
+        ("deepytorch_core/c10d/adapter.py", "from deepytorch.cli import main"),
         ("deepytorch_core/bench/job.py", "from ...deepytorch import integrations"),
         ("deepytorch/__init__.py", "from deepytorch.recipes import llama_sft"),
         ("deepytorch/__init__.py", "from . import integrations"),
@@ -306,7 +306,7 @@ def test_a_right_include_passes(path: str, text: str) -> None:
         ("recipes/llama_sft.py", "from deepytorch_core import _core"),
         ("recipes/llama_sft.py", "from tests import conftest"),
         ("recipes/llama_sft.py", "import os\nrank = os.environ['RANK']"),
-        ("deepytorch_core/report.py", "from os import getenv"),
+        ("deepytorch_core/report/summary.py", "from os import getenv"),
         ("deepytorch_core/testing/nursery.py", "import os\nos.environ['A']"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("deepytorch_core/config.py", "import os\nos.environ.get('DEEPYTORCH_LOG')"),
+        ("deepytorch_core/base/config.py", "import os\nos.environ.get('DEEPYTORCH_LOG')"),
         ("deepytorch_core/bench/job.py", "from deepytorch_core import _core, config\nimport torch"),
         ("deepytorch_core/bench/job.py", "from . import timing\nfrom .. import config"),
         ("deepytorch/cli/train.py", "from deepytorch.recipes import llama_sft"),

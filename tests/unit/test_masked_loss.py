@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from deepytorch.integrations import _masked_loss  # noqa: E402
 from deepytorch.integrations.transformers import pack_batches  # noqa: E402
-from deepytorch_core import decisions  # noqa: E402
+from deepytorch_core.base import decisions  # noqa: E402
 from deepytorch_core.nn.deferred_logits import DeferredLogits  # noqa: E402
 from deepytorch_core.nn.kernels import Setting, apply_kernels  # noqa: E402
 

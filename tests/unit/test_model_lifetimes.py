@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from deepytorch.integrations import _accelerator, _contract, _kernels, _padding_free
-from deepytorch_core import config
-from deepytorch_core.config import Options
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_profile")
 

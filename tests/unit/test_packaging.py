@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import distribution
+from deepytorch_core.base import distribution
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = {

@@ -20,8 +20,8 @@ from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor
 
 from deepytorch.integrations import _packing_twin, _packing_watch, _padding_free
-from deepytorch_core import config, decisions
-from deepytorch_core.config import Options
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

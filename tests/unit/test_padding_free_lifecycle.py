@@ -26,7 +26,7 @@ import deepytorch
 from deepytorch.integrations import _contract, _packed_attention, _padding_free
 from deepytorch.integrations._packed_forward import PlanningCollate
 from deepytorch.integrations._padding_free import BATCH_KEY
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 
 LONGEST = 20
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from deepytorch.integrations import _contract, _packing_probe, _padding_free
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.data import PaddingFreeCollator, plan
 
 VOCABULARY = 97

@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from deepytorch.integrations import _contract, _padding_free
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 
 VOCABULARY = 97
 SHAPE: dict[str, Any] = {

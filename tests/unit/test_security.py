@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.file_permissions import why_not_believed, why_not_private
 from deepytorch_core.guard import profile
 from deepytorch_core.network import link, nccl_table
-from deepytorch_core.trust import why_not_believed, why_not_private
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepytorch", "deepytorch_core", "integrations", "recipes")

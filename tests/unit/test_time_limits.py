@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deepytorch_core import _core, activation, backend, c10d_patches, config, upgrade
+from deepytorch_core import _core
+from deepytorch_core.base import config
+from deepytorch_core.c10d import activation, backend, upgrade
+from deepytorch_core.c10d import patches as c10d_patches
 
 GLOOS = c10d.default_pg_timeout
 CPU = torch.device("cpu")

@@ -17,10 +17,11 @@ from deepytorch.cli import compare, console
 from deepytorch.cli.tune import report
 from deepytorch.cli.tune.candidates import Candidates
 from deepytorch.cli.tune.progress import Progress
-from deepytorch_core import adapter, config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import AdapterError, TuneError
+from deepytorch_core.base.file_permissions import why_not_believed
+from deepytorch_core.c10d import adapter
 from deepytorch_core.compare.result import Sample
-from deepytorch_core.errors import AdapterError, TuneError
-from deepytorch_core.trust import why_not_believed
 from deepytorch_core.tune import space, stored
 from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words, layers_of

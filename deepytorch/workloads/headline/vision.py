@@ -17,7 +17,7 @@ from deepytorch.workloads.headline import OURS, OURS_BF16, PLAIN_BF16
 from deepytorch.workloads.headline.job import ArmRun
 from deepytorch.workloads.headline.precision import Precision
 from deepytorch.workloads.headline.worker import Trained, swap_kernels
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.nn import channels_last
 

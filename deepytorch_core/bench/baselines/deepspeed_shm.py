@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench.baselines import Bind, Call, Setup
 from deepytorch_core.bench.job import BenchError
 
