@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from deepytorch.integrations._contract import IntegrationError, require
-from deepytorch.integrations._horovod_arrays import ArrayWorld
-from deepytorch.integrations._horovod_common import (
+from deepytorch.integrations.common.contract import IntegrationError, require
+from deepytorch.integrations.common.horovod_arrays import ArrayWorld
+from deepytorch.integrations.common.horovod_common import (
     HorovodInternalError,
     ReduceOp,
     no_such_feature,

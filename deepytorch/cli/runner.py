@@ -58,9 +58,9 @@ def main(arguments: list[str]) -> None:
 
             in_force.put_in_force(knobs.checked(told.settings))
         if deepytorch.is_active():
-            from deepytorch.integrations import _seams
+            from deepytorch.integrations.seams import arm as seams
 
-            probe.seams = _seams.met()
+            probe.seams = seams.met()
         watch(probe, lambda: run(arguments))
 
 

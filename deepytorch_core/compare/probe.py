@@ -52,7 +52,10 @@ _FAR = 32
 # These run backward and steps of their own, to try something out on saved or made-up inputs.
 _TRIALS = (
     *("deepytorch_core.guard", "deepytorch_core.nn", "deepytorch_core.compile"),
-    *("deepytorch_core.data", "deepytorch.integrations._"),
+    "deepytorch_core.data",
+    *(f"deepytorch.integrations.{name}" for name in ("common", "kernels", "padding_free", "seams")),
+    # Not the adapters themselves, whose functions users call.
+    *(f"deepytorch.integrations.{name}." for name in ("ddp", "deepspeed", "fsdp", "transformers")),
 )
 
 

@@ -5,7 +5,7 @@
   FSDPModule, called once the root has found its modules, unless the script has called them.
 
 They are put in place with settings, and only then: a job without any is left alone. DeepSpeed's
-sizes are its adapter's to set, see integrations/_deepspeed_buckets.py.
+sizes are its adapter's to set, see integrations/deepspeed/buckets.py.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ names what to use. `shutdown` undoes `init`. docs/horovod.md is the guide.
 from __future__ import annotations
 
 import deepytorch as _deepytorch  # noqa: F401 (activates)
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
 
 from . import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm, util
 from ._built import (

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
 
 from ._join import Entry
 from ._world import ProcessSet, default_device, global_process_set, in_debug, world

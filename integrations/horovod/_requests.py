@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
 
 from . import _collectives
 from ._collectives import Handle, Reduction, Where, dtype_name, neutral

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch.integrations._horovod_common import HorovodInternalError
+from deepytorch.integrations.common.horovod_common import HorovodInternalError
 
 from . import _requests
 from ._collectives import Handle, Where, all_gather_single

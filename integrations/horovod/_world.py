@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from deepytorch.integrations._contract import IntegrationError, Joined, join, require
-from deepytorch.integrations._horovod_common import Placement, no_such_feature
-from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
+from deepytorch.integrations.common.contract import IntegrationError, Joined, join, require
+from deepytorch.integrations.common.horovod_common import Placement, no_such_feature
+from deepytorch.integrations.common.horovod_rendezvous import local_store, require_one_node
 from deepytorch_core.base import agreement, config
 from deepytorch_core.base.launchers import Launched
 from deepytorch_core.c10d import activation

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import (
+from deepytorch.integrations.common.horovod_common import (
     HorovodInternalError,  # noqa: F401  Horovod's module has it too, and the others so marked
     ReduceOp,
     no_such_feature,

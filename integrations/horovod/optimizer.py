@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import ReduceOp, reduce_op
+from deepytorch.integrations.common.horovod_common import ReduceOp, reduce_op
 from deepytorch.integrations.horovod._collectives import (
     Handle,
     Reduction,

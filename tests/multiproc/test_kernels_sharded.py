@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepytorch
-from deepytorch.integrations import _causal_loss as _causal_loss  # registers its kernels
+from deepytorch.integrations.kernels import causal_loss as causal_loss  # registers its kernels
 from deepytorch_core import guard
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch.cli import compare, runner
-from deepytorch.integrations._deepspeed_buckets import fill_bucket_sizes
+from deepytorch.integrations.deepspeed.buckets import fill_bucket_sizes
 from deepytorch_core.base import config
 from deepytorch_core.testing import RankError, spawn_ranks
 from deepytorch_core.tune import in_force, knobs, stored

@@ -54,7 +54,7 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
     from megatron.core import parallel_state
 
     import deepytorch
-    from deepytorch.integrations import _contract
+    from deepytorch.integrations.common import contract
     from deepytorch.recipes import _megatron
     from deepytorch.recipes._engines import start_engine
 
@@ -87,7 +87,7 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
     assert full.keys() == (state.keys() if rank == 0 or engine_name == "ddp" else set())
     native = deepytorch.report().native_calls
     if backend == "deepytorch" and engine_name == "megatron":
-        _contract.undo(parallel_state, "megatron")
+        contract.undo(parallel_state, "megatron")
     parallel_state.destroy_model_parallel()
     return losses, state, native
 

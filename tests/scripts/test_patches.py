@@ -168,7 +168,8 @@ def test_an_adapters_own_call_takes_back_what_came_unasked(tmp_path: Path) -> No
     found = told(
         "import deepytorch, json, torch\n"
         "from accelerate import Accelerator\n"
-        "from deepytorch.integrations import _contract, _seams\n"
+        "from deepytorch.integrations.common import contract as _contract\n"
+        "from deepytorch.integrations.seams import arm as _seams\n"
         "from deepytorch.integrations.accelerate import DeepytorchPlugin\n"
         "def decided(*handlers):\n"
         "    accelerator = Accelerator(cpu=True, kwargs_handlers=list(handlers))\n"

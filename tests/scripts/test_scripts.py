@@ -40,7 +40,7 @@ sys.path += {folders}
 found = {{"modules": sorted(name for name in sys.modules if name.startswith("deepytorch."))}}
 if "deepytorch" in sys.modules:
     import deepytorch
-    from deepytorch.integrations import _seams
+    from deepytorch.integrations.seams import arm as _seams
     found |= {{"decisions": deepytorch.report().decisions, "met": _seams.met()}}
     deepytorch.deactivate()
     from deepytorch_core.base import patching

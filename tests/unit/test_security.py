@@ -28,7 +28,7 @@ UNPICKLING = {
     "recipes/_run.py": "on_main and everyones",
     # Between a training and the processes that it started to work for it, over pipes.
     "deepytorch_core/compile/ahead.py": "graphs and settings",
-    "integrations/_packing_helper.py": "the configuration of a model",
+    "integrations/padding_free/packing_helper.py": "the configuration of a model",
     # Tests: between a test and the processes that it forked, over a socket pair.
     "deepytorch_core/testing/worker.py": "calls",
     "deepytorch_core/testing/pool.py": "results",
