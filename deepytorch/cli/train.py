@@ -18,7 +18,7 @@ import typer
 from deepytorch.cli import console, help
 
 if typing.TYPE_CHECKING:
-    from deepytorch.recipes._options import RunOptions
+    from deepytorch.recipes.base.options import RunOptions
 
 _PACKAGE = "deepytorch.recipes"
 # Told to end, a recipe finishes its step and saves, which takes large models minutes. torchrun
@@ -121,11 +121,12 @@ def _checked(
     recipe: str, config: Path | None, words: Sequence[str], *, compare: bool
 ) -> "RunOptions":
     """The recipe's options; ValueError for keys, values and files that can't be right."""
-    from deepytorch.recipes import _paths, _settings
-    from deepytorch.recipes._config import load_config
+    from deepytorch.recipes.base import paths
+    from deepytorch.recipes.base.config import load_config
+    from deepytorch.recipes.data import settings as _settings
 
     if config is not None:
-        _paths.refuse_missing("--config", config)
+        paths.refuse_missing("--config", config)
     options = load_config(_settings.OPTIONS[recipe], config or _yaml_of(recipe), words)
     options.check_start(compare=compare)
     return options
@@ -145,7 +146,9 @@ def _write_recipes(formatter: Any) -> None:
 
 
 def _write_keys(formatter: Any, recipe: str) -> None:
-    from deepytorch.recipes import DESCRIPTIONS, _help, _settings
+    from deepytorch.recipes import DESCRIPTIONS
+    from deepytorch.recipes.data import settings as _settings
+    from deepytorch.recipes.runner import help as _help
 
     formatter.write_paragraph()
     formatter.write_text(f"{recipe}: {DESCRIPTIONS[recipe]}. Its keys, each set as KEY=VALUE:")

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deepytorch.recipes._config import RecipeError, load_config
+from deepytorch.recipes.base.config import RecipeError, load_config
 from deepytorch_core.base.config import Options
 from deepytorch_core.c10d.deepspeed_flag import SECTION, _mentions_us
 

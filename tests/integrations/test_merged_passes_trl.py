@@ -18,7 +18,7 @@ from deepytorch.integrations.padding_free import apply as padding_free
 from deepytorch.integrations.padding_free import merged_passes
 from deepytorch.integrations.seams import arm as seams
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch.recipes._data import byte_tokenizer
+from deepytorch.recipes.data.text import byte_tokenizer
 from deepytorch_core.base import config
 from deepytorch_core.base.config import Options
 from deepytorch_core.base.patching import Patches

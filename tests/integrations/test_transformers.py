@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 import deepytorch
 from deepytorch.integrations import transformers as adapter
 from deepytorch.integrations.common import contract
-from deepytorch.recipes._data import byte_tokenizer
+from deepytorch.recipes.data.text import byte_tokenizer
 from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 

@@ -12,9 +12,9 @@ import yaml
 
 import deepytorch.recipes
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
-from deepytorch.recipes._alike import draw_apart
-from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes.base.config import RecipeError, load_config, parse_arguments
+from deepytorch.recipes.base.rank_consistency import draw_apart
+from deepytorch.recipes.base.run import Process, console
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
 
 

@@ -19,8 +19,8 @@ import deepytorch
 from deepytorch import cli
 from deepytorch.cli import launcher, train
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
-from deepytorch.recipes._config import load_config
-from deepytorch.recipes._settings import OPTIONS
+from deepytorch.recipes.base.config import load_config
+from deepytorch.recipes.data.settings import OPTIONS
 from deepytorch_core.base import config
 from deepytorch_core.bench import launch
 

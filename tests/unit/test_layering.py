@@ -301,7 +301,7 @@ def test_a_right_include_passes(path: str, text: str) -> None:
         ("integrations/fsdp/__init__.py", "import accelerate"),
         ("integrations/accelerate/__init__.py", "from deepytorch.integrations.fsdp import hook"),
         ("integrations/accelerate/__init__.py", "from .fsdp import hook"),
-        ("integrations/ddp/__init__.py", "from deepytorch.recipes._data import pairs"),
+        ("integrations/ddp/__init__.py", "from deepytorch.recipes.data.text import pairs"),
         ("recipes/llama_sft.py", "from deepytorch_core.bench.launch import _free_port"),
         ("recipes/llama_sft.py", "from deepytorch_core import _core"),
         ("recipes/llama_sft.py", "from tests import conftest"),
@@ -325,7 +325,10 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
             "integrations/transformers/__init__.py",
             "import accelerate\nfrom ._contract import Handle",
         ),
-        ("recipes/llama_sft.py", "from deepytorch.recipes import _data\nimport transformers"),
+        (
+            "recipes/llama_sft.py",
+            "from deepytorch.recipes.data import text as _data\nimport transformers",
+        ),
         ("recipes/llama_sft.py", "import deepytorch\nfrom deepytorch.integrations import ddp"),
     ],
 )

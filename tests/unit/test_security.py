@@ -25,7 +25,7 @@ UNPICKLING = {
     "integrations/horovod/functions.py": "broadcast_object and allgather_object",
     "integrations/horovod_tensorflow.py": "broadcast_object and allgather_object",
     # torch's object collectives, of what rank 0 of the same program did.
-    "recipes/_run.py": "on_main and everyones",
+    "recipes/base/run.py": "on_main and everyones",
     # Between a training and the processes that it started to work for it, over pipes.
     "deepytorch_core/compile/ahead.py": "graphs and settings",
     "integrations/padding_free/packing_helper.py": "the configuration of a model",
