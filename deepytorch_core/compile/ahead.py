@@ -35,7 +35,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
 from deepytorch_core.base import cgroup, config, cpu_affinity
-from deepytorch_core.compile import helper, policies, regions, switches
+from deepytorch_core.compile import policies, regions, switches
 from deepytorch_core.topology import model as topology
 
 # From which on it takes minutes, so that parts are compiled side by side. Smaller ones stay whole,
@@ -299,7 +299,7 @@ class Ahead:
         if process is not None:
             with contextlib.suppress(OSError):
                 # The end of what it reads it may not see: forked processes have the pipe, too.
-                helper.end(process.stdin)
+                _end(process.stdin)
             process.communicate()
 
     def _next_job(self) -> tuple[str, bytes] | None:
@@ -333,6 +333,12 @@ class Ahead:
             )
             self._processes.append(process)
             return process
+
+
+def _end(jobs: Any) -> None:
+    """Tell the helper that reads `jobs` that there are no more; raises OSError if it is gone."""
+    jobs.write(struct.pack("!q", -1))
+    jobs.flush()
 
 
 def _asked(process: subprocess.Popen[bytes], job: bytes) -> str:

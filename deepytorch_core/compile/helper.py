@@ -18,12 +18,6 @@ from typing import Any
 from deepytorch_core.compile import collecting
 
 
-def end(jobs: Any) -> None:
-    """Tell the helper that reads `jobs` that there are no more; raises OSError if it is gone."""
-    jobs.write(struct.pack("!q", -1))
-    jobs.flush()
-
-
 def main(parent: int) -> None:
     """Serve until there are no more jobs, or the process `parent` is gone, which asks."""
     os.nice(10)  # the training goes first, and what loads its data
