@@ -13,7 +13,6 @@ import struct
 import sys
 import threading
 import time
-from typing import Any
 
 from deepytorch_core.compile import collecting
 

@@ -13,7 +13,6 @@ import platform
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +20,6 @@ from deepytorch_core.base import config, distribution
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine, Together
 from deepytorch_core.network import addresses, path_mtu, prepare
-from deepytorch_core.network.link import Link
 from deepytorch_core.network.path_mtu import PathMtu
 
 # Ranks start the same command at about the same time.

@@ -34,33 +34,6 @@ if TYPE_CHECKING:
 _LEAST_STEPS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """All that one search found.
-
-    `confirmation` is None where nothing beat the defaults in the search.
-    """
-
-    script: str
-    space: Space
-    trials: tuple[Trial, ...]
-    best: Trial
-    confirmation: Confirmation | None
-    sees_losses: bool
-    remarks: tuple[str, ...]
-
-    @property
-    def tuned(self) -> stored.Tuned:
-        """Return what the profile is to say."""
-        repeated = self.confirmation
-        if repeated is None:
-            return stored.Tuned(DEFAULTS, "nothing was faster than the defaults", {})
-        reason = repeated.reason
-        if repeated.kept == DEFAULTS:
-            reason = f"the defaults stay: {in_words(self.best.setting)} {reason}"
-        return stored.Tuned(repeated.kept, reason, repeated.times_ms)
-
-
 def processes(options: Namespace) -> int:
     """How many processes torchrun will start. Raises ValueError where they can't be tuned."""
     count = compare.processes(options, what="deepytorch tune")
