@@ -18,7 +18,7 @@ from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words, lay
 from deepytorch_core.tune.search import Trial
 
 if TYPE_CHECKING:
-    from deepytorch.cli.tune.session import Outcome
+    from deepytorch.cli.tune.outcome import Outcome
     from deepytorch_core.tune.confirm import Confirmation
 
 Repeat = Callable[[Setting], Trial]

@@ -9,13 +9,13 @@ import os
 import shlex
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch.cli import compare, console
 from deepytorch.cli.tune import report
 from deepytorch.cli.tune.candidates import Candidates
+from deepytorch.cli.tune.outcome import Outcome
 from deepytorch.cli.tune.progress import Progress
 from deepytorch_core.base import config
 from deepytorch_core.base.errors import AdapterError, TuneError
@@ -23,10 +23,9 @@ from deepytorch_core.base.file_permissions import why_not_believed
 from deepytorch_core.c10d import adapter
 from deepytorch_core.compare.result import Sample
 from deepytorch_core.tune import space, stored
-from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
+from deepytorch_core.tune.confirm import ROUNDS, confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words, layers_of
 from deepytorch_core.tune.search import Search, Trial
-from deepytorch_core.tune.space import Space
 
 if TYPE_CHECKING:
     from deepytorch_core.testing.emulation import Network
