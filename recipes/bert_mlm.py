@@ -41,7 +41,7 @@ from deepytorch.recipes.models.language import (
 )
 from deepytorch.recipes.runner.loop import run_recipe
 from deepytorch.recipes.runner.memory import transformer_flops
-from deepytorch.recipes.runner.trainer import Task
+from deepytorch.recipes.runner.task import Task
 
 _MASKED = 0.15  # of the tokens are to be guessed, as in BERT's paper:
 _HIDDEN, _REPLACED = 0.8, 0.1  # of them hidden, replaced by another; the rest stays

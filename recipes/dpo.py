@@ -32,7 +32,8 @@ from deepytorch.recipes.models.language import load_tokenizer, refuse_beyond_pos
 from deepytorch.recipes.qwen_lora import build_model, chat_tokenizer, save_trained, with_adapter
 from deepytorch.recipes.runner.loop import run_recipe
 from deepytorch.recipes.runner.memory import transformer_flops
-from deepytorch.recipes.runner.trainer import Task, Trainer
+from deepytorch.recipes.runner.task import Task
+from deepytorch.recipes.runner.trainer import Trainer
 
 _SHORT = 120  # characters of the embedded answers, so that a first run takes a minute
 

@@ -32,7 +32,7 @@ from deepytorch.recipes.models.language import (
 )
 from deepytorch.recipes.runner.loop import run_recipe
 from deepytorch.recipes.runner.memory import transformer_flops
-from deepytorch.recipes.runner.trainer import Task
+from deepytorch.recipes.runner.task import Task
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "llama_sft.yaml"
 

@@ -35,7 +35,7 @@ from deepytorch.recipes.models.language import (
 )
 from deepytorch.recipes.runner.loop import run_recipe
 from deepytorch.recipes.runner.memory import transformer_flops
-from deepytorch.recipes.runner.trainer import Task
+from deepytorch.recipes.runner.task import Task
 
 # Qwen's format of conversations, for the tokenizer of the small model.
 _TEMPLATE = (

@@ -29,7 +29,7 @@ from deepytorch.recipes.data.batches import EndlessBatches
 from deepytorch.recipes.data.images import ImageBatch, PhotographParts
 from deepytorch.recipes.data.settings import ResnetOptions as Config
 from deepytorch.recipes.runner.loop import run_recipe
-from deepytorch.recipes.runner.trainer import Task
+from deepytorch.recipes.runner.task import Task
 
 _PHOTOGRAPH_CROPS = 4096  # an epoch of the embedded data
 _HELD_OUT_SEED = 1 << 20

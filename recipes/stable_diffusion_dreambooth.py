@@ -32,7 +32,7 @@ from deepytorch.recipes.data.settings import DreamboothOptions as Config
 from deepytorch.recipes.models import diffusion
 from deepytorch.recipes.models.diffusion import Parts
 from deepytorch.recipes.runner.loop import run_recipe
-from deepytorch.recipes.runner.trainer import Task
+from deepytorch.recipes.runner.task import Task
 from deepytorch_core.data.cache import sample_posterior
 
 _SAMPLES = 4

@@ -36,7 +36,8 @@ from deepytorch.recipes.runner.length import settle_device, settle_length
 from deepytorch.recipes.runner.log import RunLog, write_card, write_options
 from deepytorch.recipes.runner.signals import Endings
 from deepytorch.recipes.runner.step_log import Telling, Told
-from deepytorch.recipes.runner.trainer import Task, Trainer
+from deepytorch.recipes.runner.task import Task
+from deepytorch.recipes.runner.trainer import Trainer
 from deepytorch_core.base import decisions
 from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.data.balance import WHAT

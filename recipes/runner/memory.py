@@ -19,7 +19,7 @@ from deepytorch.recipes.data.batches import BatchT
 from deepytorch.recipes.runner.engines import enable_checkpointing
 
 if TYPE_CHECKING:
-    from deepytorch.recipes.runner.trainer import Task
+    from deepytorch.recipes.runner.task import Task
 
 _GB = 1e9
 # Dense bf16 operations per second, by a part of the device's name; the makers' data sheets.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step of any recipe: micro-batches, the mean over all ranks, clipping, schedule."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic
 
 import torch
@@ -14,42 +13,13 @@ import deepytorch
 from deepytorch.recipes.base.options import RunOptions
 from deepytorch.recipes.base.rank_consistency import digest_of, draw_apart, refuse_unlike
 from deepytorch.recipes.base.run import Process, together
-from deepytorch.recipes.data.batches import BatchT, EndlessBatches
+from deepytorch.recipes.data.batches import BatchT
 from deepytorch.recipes.runner import fp8, memory
 from deepytorch.recipes.runner.engines import enable_checkpointing, start_engine
 from deepytorch.recipes.runner.optimizers import make_optimizer, make_schedule
+from deepytorch.recipes.runner.task import Task
 from deepytorch_core.nn import channels_last
 from deepytorch_core.nn.kernels import Setting, apply_kernels
-
-LossShare = Callable[[Any, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task(Generic[BatchT]):
-    """The task that a recipe hands to the loop; everything else is the same for all of them."""
-
-    make_model: Callable[[], nn.Module]
-    """A model with the same weights at each call."""
-    make_loss: Callable[[Any, bool], LossShare]
-    """(model as the engine wraps it, whether deepytorch may change how it computes) -> a function
-    of batch and total that gives the sum of this batch's losses divided by the total."""
-    batches: EndlessBatches[BatchT]
-    held_out: Sequence[BatchT]
-    """This rank's batches that are never trained on."""
-    unit: str
-    """The word for what the speed counts: "tokens", "images"."""
-    learning_rate: float
-    """Taken if the options leave it open."""
-    export: Callable[[Any, Path], None]
-    """Called on rank 0 after training with the model and the run's folder."""
-    balanced: EndlessBatches[BatchT] | None = None
-    """``batches`` with the examples of each step evenly spread, where deepytorch may do that."""
-    repacked: bool = False
-    """Whether deepytorch may lay a batch out otherwise than stock, as rows without padding."""
-    before: "Callable[[Trainer[BatchT]], None] | None" = None
-    """Called once on all ranks before the first step, with the model as it begins; collective."""
-    flops_of: Callable[[nn.Module], float] | None = None
-    """Floating-point operations of training a model on one unit, for its utilisation."""
 
 
 @dataclass(frozen=True)

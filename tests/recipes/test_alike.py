@@ -19,7 +19,8 @@ from deepytorch.recipes.base.options import RunOptions
 from deepytorch.recipes.base.rank_consistency import digest_of, draw_apart, refuse_unlike
 from deepytorch.recipes.base.run import Process
 from deepytorch.recipes.runner import loop
-from deepytorch.recipes.runner.trainer import Task, Trainer
+from deepytorch.recipes.runner.task import Task
+from deepytorch.recipes.runner.trainer import Trainer
 from deepytorch_core.testing import spawn_ranks
 
 
