@@ -90,13 +90,13 @@ def to_dict() -> dict[str, Any]:
 
 def environment() -> list[tuple[str, str]]:
     """Machine, versions, and whether the native parts are ready."""
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
     from deepytorch_core.c10d import adapter
 
-    machine = record.machine_info()
+    machine = provenance.machine_info()
     rows = [("machine", f"{machine['name']}, {machine['memory_gib']} GiB, {machine['kernel']}")]
-    rows += [(name, version) for name, version in record.versions().items()]
-    rows.append(("commit", record.commit()))
+    rows += [(name, version) for name, version in provenance.versions().items()]
+    rows.append(("commit", provenance.commit()))
     try:
         from deepytorch_core import _core
 

@@ -24,10 +24,10 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from deepytorch.workloads import compile_suite
 from deepytorch_core import guard
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import quiet, timing, worker
 from deepytorch_core.bench.ddp import finite
 from deepytorch_core.bench.job import BenchError, Run
-from deepytorch_core.bench.record import Record
 
 if TYPE_CHECKING:  # the other arms import nothing of ours' engine
     from deepytorch_core.compile.phases import Spent

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from deepytorch_core.base import config
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import baselines, beside, graphs, memory, reference, timing, worker
 from deepytorch_core.bench.job import BenchError, Job
 from deepytorch_core.bench.ops import Allocate, Buffers, Operation
-from deepytorch_core.bench.record import Record
 from deepytorch_core.bench.rows import Measured, Row, cases, row_of
 from deepytorch_core.c10d import device_memory
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.job import MIN_BLOCKS, DdpJob, Run
 from deepytorch_core.bench.percentiles import percentiles
-from deepytorch_core.bench.record import Record
 
 NUM_LAYERS = 8
 STEPS_PER_BLOCK = 4

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, provenance
 
 ARMS = ("deepytorch", "gloo")
 

@@ -20,9 +20,9 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from deepytorch_core.base import config
+from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.bench import baselines
 from deepytorch_core.bench.job import BenchError, Run
-from deepytorch_core.bench.record import Record, provenance
 from deepytorch_core.testing.emulation import EmulationError, Network
 
 _GRACE_S = 3.0  # how long the other ranks may take to report after the first failure

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepytorch_core.bench.record import Record, provenance
+from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.compare.clock import quartiles
 from deepytorch_core.compare.result import STOCK, Sample, Verdict, judge
 

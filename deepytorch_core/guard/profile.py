@@ -34,11 +34,11 @@ _told: set[str] = set()  # what was said, each once
 
 def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     """Return the key of a decision: `facts` of JSON's types, this machine and these versions."""
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
 
     return {
         "what": what,
-        "machine": record.machine_info()["name"],
+        "machine": provenance.machine_info()["name"],
         "world_size": world_size,
         "deepytorch": distribution.version(),
         "torch": str(torch.__version__),

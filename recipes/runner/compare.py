@@ -202,7 +202,7 @@ def write_results(
 ) -> None:
     """Write compare.json (every sample, machine, versions, commit) and compare.png."""
     verdict = comparison.verdict(config["loss_tolerance"])
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
 
     report = deepytorch.report()
     result = {
@@ -216,9 +216,9 @@ def write_results(
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
         "decisions": [one for one in report.decisions if "what" in one],  # of what computes
-        "machine": record.machine_info(),
-        "versions": record.versions(),
-        "commit": record.commit(),
+        "machine": provenance.machine_info(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
     }
     try:
         text = json.dumps(result, indent=1)

@@ -12,7 +12,7 @@ from deepytorch.cli import console, help, shared
 if TYPE_CHECKING:
     from deepytorch.cli.bench_scripts.runs import Limits, Row
     from deepytorch.workloads.scripts.script import Script, Size
-    from deepytorch_core.bench.record import Record
+    from deepytorch_core.base.provenance import Record
     from deepytorch_core.compare.script_records import Origin
 
 
@@ -97,8 +97,8 @@ def run(
     Raises BenchError where none can run.
     """
     from deepytorch.cli.bench_scripts import runs
+    from deepytorch_core.base import provenance
     from deepytorch_core.base.errors import CompareError
-    from deepytorch_core.bench import record
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.compare import script_records
 
@@ -125,7 +125,7 @@ def run(
         found = script_records.record_of(origin_of(row), row.samples, row.remarks)
         records.append(found)
         if json is not None:
-            record.write_record(json, found)
+            provenance.write_record(json, found)
         console.out().print(
             script_records.line(found), soft_wrap=True, markup=False, highlight=False
         )

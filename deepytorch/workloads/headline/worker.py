@@ -25,8 +25,8 @@ import deepytorch
 from deepytorch.workloads.headline import OURS
 from deepytorch.workloads.headline.job import ArmJob, ArmRun
 from deepytorch_core.base import config
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing, worker
-from deepytorch_core.bench.record import Record
 from deepytorch_core.compile import compilation_of
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 
