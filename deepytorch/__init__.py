@@ -59,4 +59,6 @@ def report() -> Report:
 
 
 # By name: what is switched on where a framework is met is imported with the first of them.
-activate_on_import(seams=f"{__name__}.integrations.seams.arm")
+activate_on_import(
+    seams=f"{__name__}.integrations.seams.arm", metrics="deepytorch_core.report.metrics"
+)

@@ -6,13 +6,10 @@ torch.distributed.distributed_c10d and acts right after that module has been exe
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -65,7 +62,7 @@ class _Active:
             hook.undo()
         self.patches.undo()
         step_timer.uninstall()
-        metrics = sys.modules.get("deepytorch_core.report.metrics")
+        metrics = sys.modules.get(_metrics or "")
         if metrics is not None:
             metrics.stop()
         deepspeed_flag.disarm("activation")
@@ -73,9 +70,9 @@ class _Active:
 
 _active: _Active | None = None
 _seams: str | None = None
+_metrics: str | None = None
 _are_models_left = False
 _lock = threading.RLock()
-_left_to_adapter: ContextVar[bool] = ContextVar("left_to_adapter", default=False)
 
 
 def activate(**options: Any) -> None:
@@ -98,16 +95,17 @@ def activate(**options: Any) -> None:
             _active.arm_seams()
 
 
-def activate_on_import(*, seams: str) -> None:
+def activate_on_import(*, seams: str, metrics: str) -> None:
     """Activate, as `import deepytorch` does, if that has not been done.
 
     Args:
         seams: the module that switches on what is computed, by functions `arm` and `disarm`. An
             adapter that puts options in force by itself does without.
+        metrics: the module that serves what option `metrics` asks for: `serve_when_known`, `stop`.
     """
-    global _seams
-    _seams = seams
-    if _active is None and not _left_to_adapter.get():
+    global _seams, _metrics
+    _seams, _metrics = seams, metrics
+    if _active is None and not deepspeed_flag.is_left_to_adapter():
         try:
             activate()
         except ValueError:
@@ -119,20 +117,6 @@ def _is_command() -> bool:
     """Whether this process is the command `deepytorch`, which tells of a wrong option in a line."""
     started_as = os.path.basename(sys.argv[0]) if sys.argv else ""
     return started_as == "deepytorch" or sys.orig_argv[1:3] == ["-m", "deepytorch.cli"]
-
-
-@contextlib.contextmanager
-def left_to_adapter() -> Iterator[None]:
-    """While open, `import deepytorch` does not activate.
-
-    For importing an adapter that nobody but a framework's configuration asked for: what happens
-    next, with which options, is that adapter's to decide together with the other ranks.
-    """
-    token = _left_to_adapter.set(True)
-    try:
-        yield
-    finally:
-        _left_to_adapter.reset(token)
 
 
 def leave_models_alone(is_on: bool = True) -> None:
@@ -165,9 +149,7 @@ def put_in_force(chosen: config.Options) -> str | None:
                 hook.install()
             deepspeed_flag.arm("activation")
         if chosen.metrics is not None:
-            from deepytorch_core.report import metrics
-
-            metrics.serve_when_known(chosen.metrics)
+            _serve_metrics(chosen.metrics)
         c10d = sys.modules.get(_C10D)
         if not is_active():
             return "this torch is not as expected"
@@ -211,6 +193,12 @@ def deactivate() -> None:
         if hang is not None:
             hang.rest()
         config.withdraw()
+
+
+def _serve_metrics(where: str) -> None:
+    if _metrics is None:
+        raise RuntimeError("option metrics: `import deepytorch` says what serves them")
+    importlib.import_module(_metrics).serve_when_known(where)
 
 
 def is_active() -> bool:

@@ -20,7 +20,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -95,6 +96,7 @@ class _BeingImported(ModuleType):
 unasked: Callable[..., Any] | None = None
 """Called as (original, args, kwargs) in place of `deepspeed.initialize` without our section."""
 
+_is_left: ContextVar[bool] = ContextVar("left_to_adapter", default=False)
 _armed: _Armed | None = None
 _wanted_by: set[str] = set()
 
@@ -204,12 +206,29 @@ def _mentions_us(source: Any) -> bool:
     return found is not None
 
 
+def is_left_to_adapter() -> bool:
+    """Whether an adapter is being loaded that activates by itself; see `_left_to_adapter`."""
+    return _is_left.get()
+
+
+@contextlib.contextmanager
+def _left_to_adapter() -> Iterator[None]:
+    """While open, `import deepytorch` does not activate.
+
+    For importing an adapter that nobody but a framework's configuration asked for: what happens
+    next, with which options, is that adapter's to decide together with the other ranks.
+    """
+    token = _is_left.set(True)
+    try:
+        yield
+    finally:
+        _is_left.reset(token)
+
+
 def _adapter() -> Callable[..., Any]:
     """The adapter's function that takes over: (original, args, kwargs) -> what original returns."""
-    from deepytorch_core.c10d import activation  # here: arming is part of every `import torch`
-
     for entry_point in metadata.entry_points(group=ENTRY_POINTS, name=_FRAMEWORK):
-        with activation.left_to_adapter():
+        with _left_to_adapter():
             found: Callable[..., Any] = entry_point.load()
         return found
     raise RuntimeError(

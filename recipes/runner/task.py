@@ -37,7 +37,7 @@ class Task(Generic[BatchT]):
     repacked: bool = False
     """Whether deepytorch may lay a batch out otherwise than stock, as rows without padding."""
     before: Callable[[Any], None] | None = None
-    """Called once on all ranks before the first step with the `Trainer`, whose model is as it begins;
-    collective."""
+    """Called once on all ranks before the first step, with the `Trainer`, whose model is as it
+    begins; collective."""
     flops_of: Callable[[nn.Module], float] | None = None
     """Floating-point operations of training a model on one unit, for its utilisation."""
