@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from deepytorch_core.base import config
 from deepytorch_core.base.provenance import Record, provenance
-from deepytorch_core.bench import baselines
+from deepytorch_core.bench import baselines, rivals
 from deepytorch_core.bench.job import BenchError, Run
 from deepytorch_core.testing.emulation import EmulationError, Network
 
@@ -117,7 +117,7 @@ class _Ranks:
     """The processes of one run, killed and reaped on exit: the ranks, or mpiexec over them."""
 
     def __init__(
-        self, job: Run, setup: baselines.Setup, folder: Path, network: Network | None = None
+        self, job: Run, setup: rivals.Setup, folder: Path, network: Network | None = None
     ) -> None:
         self._job = job
         self._network = network

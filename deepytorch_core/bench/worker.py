@@ -22,8 +22,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from deepytorch_core.base import config
 from deepytorch_core.bench import timing
-from deepytorch_core.bench.baselines import LIMITS
 from deepytorch_core.bench.job import BenchError, Run
+from deepytorch_core.bench.rivals import LIMITS
 from deepytorch_core.c10d import patches as c10d_patches
 
 REFUSED = 2  # exit status of a rank that was asked for something it cannot do
