@@ -24,9 +24,6 @@ from deepytorch_core.base.console import say_once
 if TYPE_CHECKING:
     from .packed_forward import Conventions, PackedForward
 
-BATCH_KEY = "deepytorch_packing"
-"""The key under which a batch of a loader that plans has its `deepytorch_core.data.Packing`."""
-
 _NAME = "padding_free"
 _WHAT = "padding-free"
 

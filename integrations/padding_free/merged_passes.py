@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,11 @@ from deepytorch_core import guard
 from deepytorch_core.base import config, console, decisions
 from deepytorch_core.compile import graphs, module_state, seam
 
-from .apply import BATCH_KEY, forward_of
+from .keys import BATCH_KEY
 from .pass_budget import Fixed, Measured, Step
 
 if TYPE_CHECKING:
     from deepytorch_core.data import Packing
-
-    from .packed_forward import PackedForward
 
 WHAT = "passes of micro-batches"
 # A trunk's arguments that are made of the batch.
@@ -46,9 +44,34 @@ _PLAIN = (type(None), bool, int, float, str)
 _Batch = Mapping[str, Any]
 
 
-def expect(trainer: Any, batches: Sequence[Any]) -> None:
-    """Have a transformers Trainer's next micro-batches share passes, where that is the same."""
-    forward = forward_of(trainer.model)
+class Packer(Protocol):
+    """Packs a model's batches, and keeps whether its micro-batches share passes."""
+
+    model: Any
+    merged: MergedPasses | None
+    is_apart: bool
+
+    def planned(self, call: dict[str, Any], planned: Packing | None) -> Packing | None:
+        """How a batch that is to come packs; None where it stays padded."""
+        ...
+
+    def pack(
+        self, call: dict[str, Any], packing: Packing, *, is_filled: bool = True
+    ) -> dict[str, Any]:
+        """The arguments for one packed row in place of those for a padded batch."""
+        ...
+
+    def joined(self, rows: Sequence[dict[str, Any]], packings: Sequence[Packing]) -> dict[str, Any]:
+        """The arguments for one row of several."""
+        ...
+
+
+def expect(trainer: Any, forward: Packer | None, batches: Sequence[Any]) -> None:
+    """Have a transformers Trainer's next micro-batches share passes, where that is the same.
+
+    Args:
+        forward: packs the batches of the Trainer's model; None: nothing does.
+    """
     if forward is None or len(batches) < 2:
         return
     if forward.merged is None and not forward.is_apart:
@@ -79,7 +102,7 @@ def _budget(model: Any) -> Fixed | None:
     return Measured(device) if asked == "auto" and device.type == "cuda" else None
 
 
-def _why_not(trainer: Any, forward: PackedForward) -> str | None:
+def _why_not(trainer: Any, forward: Packer) -> str | None:
     """Why micro-batches of this Trainer keep passes of their own."""
     step = type(trainer).training_step
     if step.__module__ not in _STEPS:
@@ -167,7 +190,7 @@ class MergedPasses:
             decisions.record(WHAT, "merged", why, times_ms=budget.times_ms)
 
     def enter(
-        self, forward: PackedForward, call: dict[str, Any], packing: Packing
+        self, forward: Packer, call: dict[str, Any], packing: Packing
     ) -> dict[str, Any] | None:
         """The arguments of a micro-batch that shares a pass; None where it has its own.
 
@@ -217,7 +240,7 @@ class MergedPasses:
         """The micro-batch's pass is over."""
         self._is_due = False
 
-    def _begun(self, forward: PackedForward, first: int, packing: Packing) -> _Group | None:
+    def _begun(self, forward: Packer, first: int, packing: Packing) -> _Group | None:
         packings, total = [packing], packing.num_tokens
         if total >= self._budget.tokens:
             return None
@@ -451,7 +474,7 @@ def _of_batch(batch: _Batch) -> dict[str, Any]:
     return {name: batch[name] for name in _OF_BATCH if batch.get(name) is not None}
 
 
-def _planned(forward: PackedForward, batch: Any) -> Packing | None:
+def _planned(forward: Packer, batch: Any) -> Packing | None:
     """How a micro-batch that is to come packs; None where it doesn't."""
     if not isinstance(batch, Mapping) or batch.get("attention_mask") is None:
         return None

@@ -32,7 +32,7 @@ from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart
 
 from . import merged_passes, packed_attention, packed_rows, unpacked_output
-from .apply import BATCH_KEY
+from .keys import BATCH_KEY
 from .merged_passes import MergedPasses
 
 # Parts of a row, in which the share of its tokens that are targets is counted.

@@ -180,9 +180,10 @@ def _gathering(original: _Function) -> _Function:
     def get_batch_samples(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(trainer, *args, **kwargs)
         if config.current().tokens_per_step != "off" and len(found[0]) > 1:
+            from deepytorch.integrations.padding_free import apply as padding_free
             from deepytorch.integrations.padding_free import merged_passes
 
-            merged_passes.expect(trainer, found[0])
+            merged_passes.expect(trainer, padding_free.forward_of(trainer.model), found[0])
         return found
 
     return get_batch_samples

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepytorch.integrations.common import contract
 from deepytorch.integrations.common.contract import IntegrationError
 from deepytorch.integrations.padding_free import apply as _padding_free
-from deepytorch.integrations.padding_free.apply import BATCH_KEY
+from deepytorch.integrations.padding_free.keys import BATCH_KEY
 from deepytorch.integrations.seams import accelerator
 from deepytorch_core.base import by_name, config
 

@@ -26,7 +26,7 @@ import deepytorch
 from deepytorch.integrations.common import contract
 from deepytorch.integrations.padding_free import apply as padding_free
 from deepytorch.integrations.padding_free import packed_attention
-from deepytorch.integrations.padding_free.apply import BATCH_KEY
+from deepytorch.integrations.padding_free.keys import BATCH_KEY
 from deepytorch.integrations.padding_free.packed_forward import PlanningCollate
 from deepytorch_core.base import decisions
 
