@@ -25,7 +25,8 @@ import torch.distributed as dist
 from deepytorch.integrations.common.horovod_common import HorovodInternalError
 
 from . import _requests
-from ._collectives import Handle, Where, all_gather_single
+from ._collectives import Where, all_gather_single
+from ._handle import Handle
 from ._requests import Facts, Request
 from ._world import ProcessSet, default_device
 

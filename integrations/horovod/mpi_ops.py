@@ -30,12 +30,12 @@ from deepytorch.integrations.horovod._built import (  # noqa: F401
     nccl_built,
     rocm_built,
 )
-from deepytorch.integrations.horovod._collectives import Handle, Reduction
+from deepytorch.integrations.horovod._collectives import Reduction, barrier  # noqa: F401
+from deepytorch.integrations.horovod._handle import Handle
 from deepytorch.integrations.horovod._requests import copied, names_of_parts
 from deepytorch.integrations.horovod._world import (  # noqa: F401
     ProcessSet,
     add_process_set,
-    barrier,
     cross_rank,
     cross_size,
     global_process_set,

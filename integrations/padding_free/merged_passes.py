@@ -47,9 +47,13 @@ _Batch = Mapping[str, Any]
 class Packer(Protocol):
     """Packs a model's batches, and keeps whether its micro-batches share passes."""
 
-    model: Any
     merged: MergedPasses | None
     is_apart: bool
+
+    @property
+    def model(self) -> Any:
+        """Packed batches go into it."""
+        ...
 
     def planned(self, call: dict[str, Any], planned: Packing | None) -> Packing | None:
         """How a batch that is to come packs; None where it stays padded."""
