@@ -197,7 +197,9 @@ def deactivate() -> None:
 
 def _serve_metrics(where: str) -> None:
     if _metrics is None:
-        raise RuntimeError("option metrics: `import deepytorch` says what serves them")
+        raise RuntimeError(
+            f"metrics={where} needs deepytorch to be imported: it names what serves them"
+        )
     importlib.import_module(_metrics).serve_when_known(where)
 
 
