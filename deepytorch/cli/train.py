@@ -168,7 +168,9 @@ def recipes() -> list[str]:
     if spec is None or spec.submodule_search_locations is None:
         return []
     found = pkgutil.iter_modules(spec.submodule_search_locations)
-    return sorted(module.name for module in found if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in found if not module.ispkg and not module.name.startswith("_")
+    )
 
 
 def find(recipe: str) -> None:

@@ -293,7 +293,7 @@ def test_torchrun_jobs_without_an_id_have_folders_of_their_own(
     assert len(list(user.iterdir())) == 2
 
 
-@pytest.mark.parametrize("module", ["_horovod_arrays", "_horovod_common"])
+@pytest.mark.parametrize("module", ["common.horovod_arrays", "common.horovod_common"])
 def test_torch_is_not_imported(module: str) -> None:
     code = (
         f"import sys, deepytorch.integrations.{module}\n"

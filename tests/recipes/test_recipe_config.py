@@ -34,7 +34,8 @@ def test_a_recipe_is_short_enough_to_copy(recipe):
 
 
 def test_every_recipe_is_registered_and_described():
-    modules = {module.name for module in pkgutil.iter_modules(deepytorch.recipes.__path__)}
+    found = pkgutil.iter_modules(deepytorch.recipes.__path__)
+    modules = {module.name for module in found if not module.ispkg}
     assert {name for name in modules if not name.startswith("_")} == RECIPES.keys()
     assert RECIPES.keys() == DESCRIPTIONS.keys()
 

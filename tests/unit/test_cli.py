@@ -404,6 +404,8 @@ def test_installed_recipes_are_found_without_importing_them(tmp_path, monkeypatc
     package.mkdir()
     for name in ("__init__", "good", "_data"):
         (package / f"{name}.py").write_text("" if name == "__init__" else "raise RuntimeError\n")
+    (package / "below").mkdir()
+    (package / "below/__init__.py").write_text("raise RuntimeError\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(train, "_PACKAGE", "some_recipes")
     assert train.recipes() == ["good"]

@@ -355,7 +355,7 @@ def test_ranges_of_frameworks_are_those_of_the_adapters() -> None:
     declared = frameworks.gather(Machine()).ranges
     assert set(declared) == {"deepspeed", "megatron-core", "accelerate", "transformers"}
     integrations = Path(__file__).parents[2] / "integrations"
-    source = "".join(file.read_text() for file in integrations.glob("*.py"))
+    source = "".join(file.read_text() for file in integrations.rglob("*.py"))
     ends = (known_torch.OLDEST, known_torch.FIRST_UNKNOWN)
     oldest, unknown = (".".join(map(str, one)) for one in ends)
     assert f'"torch", ">={oldest},<{unknown}"' in source
