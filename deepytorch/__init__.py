@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepytorch_core.activation import activate, activate_on_import, deactivate, is_active
+from deepytorch_core.c10d.activation import activate, activate_on_import, deactivate, is_active
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from deepytorch_core.report import Report
+    from deepytorch_core.report.summary import Report
 
 __all__ = ["activate", "compile", "deactivate", "is_active", "report"]
 
@@ -43,7 +43,7 @@ def compile(
     Returns `model`. Raises TypeError for what is no module and ValueError for a policy that is not
     known.
     """
-    from deepytorch_core import by_name
+    from deepytorch_core.base import by_name
     from deepytorch_core.compile import compile as make
 
     if hasattr(model, "modules"):
@@ -53,10 +53,12 @@ def compile(
 
 def report() -> Report:
     """Return what deepytorch did so far in this process; print it, or take its `to_dict()`."""
-    from deepytorch_core.report import report as make
+    from deepytorch_core.report.summary import report as make
 
     return make()
 
 
 # By name: what is switched on where a framework is met is imported with the first of them.
-activate_on_import(seams=f"{__name__}.integrations._seams")
+activate_on_import(
+    seams=f"{__name__}.integrations.seams.arm", metrics="deepytorch_core.report.metrics"
+)

@@ -1,4 +1,4 @@
-"""Adapters: one module per framework, installed as deepytorch.integrations.
+"""Adapters: one package per framework, installed as deepytorch.integrations.
 
 README.md beside this file is their contract.
 """

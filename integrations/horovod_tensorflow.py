@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from deepytorch.integrations._contract import IntegrationError, require
-from deepytorch.integrations._horovod_arrays import ArrayWorld
-from deepytorch.integrations._horovod_common import (
+from deepytorch.integrations.common.contract import IntegrationError, require
+from deepytorch.integrations.common.horovod_arrays import ArrayWorld
+from deepytorch.integrations.common.horovod_common import (
     HorovodInternalError,
     ReduceOp,
     no_such_feature,
@@ -118,7 +118,7 @@ def init(comm: None = None, **options: Any) -> None:
 
     Args:
         comm: only None.
-        **options: of deepytorch, see `deepytorch_core.config.Options`; the same on every rank.
+        **options: of deepytorch, see `deepytorch_core.base.config.Options`; the same on every rank.
 
     Raises IntegrationError, on every rank, for what can't be served: several nodes, a wrong option.
     """

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import c10d_patches
-from deepytorch_core.backend import NAME
+from deepytorch.integrations.common.contract import Changes, IntegrationError, Joined
+from deepytorch_core.c10d import patches as c10d_patches
+from deepytorch_core.c10d.backend import NAME
 
-from . import _contract
-from ._contract import Changes, IntegrationError, Joined
+from .common import contract
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -121,7 +121,7 @@ class ProcessGroupFactory:
             "dp" stands also for the groups of data and context parallelism together, which carry
             the gradients, and "default" for all that are not named; it is "deepytorch" unless
             given.
-        **options: see `deepytorch_core.config.Options`.
+        **options: see `deepytorch_core.base.config.Options`.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class ProcessGroupFactory:
         _forget_other_worlds()
         if self._joined is not None:
             return
-        _contract.require("megatron-core", _VERSIONS, tested=_TESTED)
-        joined = _contract.join(_ADAPTER, self._options, own=self._settings)
+        contract.require("megatron-core", _VERSIONS, tested=_TESTED)
+        joined = contract.join(_ADAPTER, self._options, own=self._settings)
         import torch.distributed as dist
         from megatron.core import parallel_state
 
@@ -204,7 +204,7 @@ class ProcessGroupFactory:
         if joined.options.enabled and joined.options.collectives != "stock":
             changes.replace(parallel_state, "create_group", self._choosing)
         changes.replace(parallel_state, "initialize_model_parallel", self._checking)
-        _contract.mark(parallel_state, _ADAPTER, changes)
+        contract.mark(parallel_state, _ADAPTER, changes)
         _worlds.add(dist.GroupMember.WORLD)
         self._joined, self._changes = joined, changes
 
@@ -218,7 +218,7 @@ class ProcessGroupFactory:
             return
         from megatron.core import parallel_state
 
-        _contract.undo(parallel_state, _ADAPTER)
+        contract.undo(parallel_state, _ADAPTER)
 
     def _forget(self) -> None:
         self._joined = self._collection = None
@@ -228,7 +228,7 @@ class ProcessGroupFactory:
         """Return what all ranks must agree on; ValueError for what is wrong by itself."""
         from megatron.core import parallel_state
 
-        if _contract.is_marked(parallel_state, _ADAPTER):
+        if contract.is_marked(parallel_state, _ADAPTER):
             raise ValueError(
                 "another ProcessGroupFactory is in force: call its undo() first, or use its groups"
             )
@@ -367,7 +367,7 @@ def _forget_other_worlds() -> None:
 
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and dist.GroupMember.WORLD not in _worlds:
-        _contract.undo(parallel_state, _ADAPTER)
+        contract.undo(parallel_state, _ADAPTER)
 
 
 def _is_state(name: str, value: Any) -> bool:
@@ -415,7 +415,7 @@ def _check_backend(group: str, backend: Any) -> None:
 def _stock_backend() -> str:
     import torch
 
-    from deepytorch_core.delegates import STOCK_BACKENDS
+    from deepytorch_core.c10d.delegates import STOCK_BACKENDS
 
     accelerator = torch.accelerator.current_accelerator()
     return STOCK_BACKENDS["cpu" if accelerator is None else accelerator.type]

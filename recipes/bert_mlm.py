@@ -20,9 +20,12 @@ import torch
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from deepytorch.integrations.transformers import BATCH_KEY
-from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import (
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process, console
+from deepytorch.recipes.data.batches import EndlessBatches, hold_out, in_batches
+from deepytorch.recipes.data.instructions import packs_batches
+from deepytorch.recipes.data.settings import BertOptions as Config
+from deepytorch.recipes.data.text import (
     IGNORED_LABEL,
     Batch,
     Example,
@@ -30,18 +33,15 @@ from deepytorch.recipes._data import (
     collate,
     standard_library_pairs,
 )
-from deepytorch.recipes._instructions import packs_batches
-from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import (
+from deepytorch.recipes.models.language import (
     load_tokenizer,
     load_with,
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._run import Process, console
-from deepytorch.recipes._settings import BertOptions as Config
-from deepytorch.recipes._trainer import Task
+from deepytorch.recipes.runner.loop import run_recipe
+from deepytorch.recipes.runner.memory import transformer_flops
+from deepytorch.recipes.runner.task import Task
 
 _MASKED = 0.15  # of the tokens are to be guessed, as in BERT's paper:
 _HIDDEN, _REPLACED = 0.8, 0.1  # of them hidden, replaced by another; the rest stays

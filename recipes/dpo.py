@@ -19,20 +19,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.recipes._batches import EndlessBatches, hold_out, in_batches
-from deepytorch.recipes._chat import Conversation, print_masked
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import Message
-from deepytorch.recipes._data import IGNORED_LABEL, Example, collate, standard_library_pairs
-from deepytorch.recipes._encoding import encoded_by_all
-from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import load_tokenizer, refuse_beyond_positions
-from deepytorch.recipes._pairs import Pair, read_pairs
-from deepytorch.recipes._run import Process, StepProgress, all_of, console, together
-from deepytorch.recipes._settings import DpoOptions as Config
-from deepytorch.recipes._trainer import Task, Trainer
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process, StepProgress, all_of, console, together
+from deepytorch.recipes.data.batches import EndlessBatches, hold_out, in_batches
+from deepytorch.recipes.data.chat import Conversation, print_masked
+from deepytorch.recipes.data.conversations import Message
+from deepytorch.recipes.data.encoding import encoded_by_all
+from deepytorch.recipes.data.pairs import Pair, read_pairs
+from deepytorch.recipes.data.settings import DpoOptions as Config
+from deepytorch.recipes.data.text import IGNORED_LABEL, Example, collate, standard_library_pairs
+from deepytorch.recipes.models.language import load_tokenizer, refuse_beyond_positions
 from deepytorch.recipes.qwen_lora import build_model, chat_tokenizer, save_trained, with_adapter
+from deepytorch.recipes.runner.loop import run_recipe
+from deepytorch.recipes.runner.memory import transformer_flops
+from deepytorch.recipes.runner.task import Task
+from deepytorch.recipes.runner.trainer import Trainer
 
 _SHORT = 120  # characters of the embedded answers, so that a first run takes a minute
 

@@ -19,20 +19,20 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deepytorch.recipes._data import Batch, byte_tokenizer
-from deepytorch.recipes._instructions import causal_loss, prepare_data
-from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import (
+from deepytorch.recipes.base.run import Process, console, together
+from deepytorch.recipes.data.instructions import causal_loss, prepare_data
+from deepytorch.recipes.data.settings import LlamaOptions as Config
+from deepytorch.recipes.data.text import Batch, byte_tokenizer
+from deepytorch.recipes.models.language import (
     load_model,
     load_tokenizer,
     print_sample,
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._run import Process, console, together
-from deepytorch.recipes._settings import LlamaOptions as Config
-from deepytorch.recipes._trainer import Task
+from deepytorch.recipes.runner.loop import run_recipe
+from deepytorch.recipes.runner.memory import transformer_flops
+from deepytorch.recipes.runner.task import Task
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "llama_sft.yaml"
 

@@ -20,22 +20,22 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deepytorch.recipes._conversations import Conversation
-from deepytorch.recipes._data import Batch, byte_tokenizer
-from deepytorch.recipes._instructions import causal_loss, prepare_data
-from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._memory import transformer_flops
-from deepytorch.recipes._models import (
+from deepytorch.recipes.base.run import Process, console, together
+from deepytorch.recipes.data.conversations import Conversation
+from deepytorch.recipes.data.instructions import causal_loss, prepare_data
+from deepytorch.recipes.data.settings import LoraOptions
+from deepytorch.recipes.data.settings import QwenOptions as Config
+from deepytorch.recipes.data.text import Batch, byte_tokenizer
+from deepytorch.recipes.models.language import (
     load_model,
     load_tokenizer,
     print_sample,
     refuse_beyond_positions,
     save_checkpoint,
 )
-from deepytorch.recipes._run import Process, console, together
-from deepytorch.recipes._settings import LoraOptions
-from deepytorch.recipes._settings import QwenOptions as Config
-from deepytorch.recipes._trainer import Task
+from deepytorch.recipes.runner.loop import run_recipe
+from deepytorch.recipes.runner.memory import transformer_flops
+from deepytorch.recipes.runner.task import Task
 
 # Qwen's format of conversations, for the tokenizer of the small model.
 _TEMPLATE = (

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from deepytorch.examples import vision_models
-from deepytorch.recipes import _images
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._images import ImageBatch, PhotographParts
-from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._run import Process, console
-from deepytorch.recipes._settings import ResnetOptions as Config
-from deepytorch.recipes._trainer import Task
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process, console
+from deepytorch.recipes.data import images as _images
+from deepytorch.recipes.data.batches import EndlessBatches
+from deepytorch.recipes.data.images import ImageBatch, PhotographParts
+from deepytorch.recipes.data.settings import ResnetOptions as Config
+from deepytorch.recipes.runner.loop import run_recipe
+from deepytorch.recipes.runner.task import Task
 
 _PHOTOGRAPH_CROPS = 4096  # an epoch of the embedded data
 _HELD_OUT_SEED = 1 << 20

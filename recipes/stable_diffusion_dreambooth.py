@@ -23,14 +23,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.recipes import _diffusion, _images, _prior
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._diffusion import Parts
-from deepytorch.recipes._loop import run_recipe
-from deepytorch.recipes._run import Process, console, together
-from deepytorch.recipes._settings import DreamboothOptions as Config
-from deepytorch.recipes._trainer import Task
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process, console, together
+from deepytorch.recipes.data import class_images as _prior
+from deepytorch.recipes.data import images as _images
+from deepytorch.recipes.data.batches import EndlessBatches
+from deepytorch.recipes.data.settings import DreamboothOptions as Config
+from deepytorch.recipes.models import diffusion
+from deepytorch.recipes.models.diffusion import Parts
+from deepytorch.recipes.runner.loop import run_recipe
+from deepytorch.recipes.runner.task import Task
 from deepytorch_core.data.cache import sample_posterior
 
 _SAMPLES = 4
@@ -68,8 +70,8 @@ class DreamBooth(nn.Module):
     ) -> torch.Tensor:
         """The UNet's prediction; ``text`` is encoded prompts, or token ids to encode here."""
         if "ids" in text:
-            text = _diffusion.encode_text(list(self.text_encoders), text["ids"])
-        return _diffusion.denoise(self.unet, noisy, timesteps, text, self.image_size)
+            text = diffusion.encode_text(list(self.text_encoders), text["ids"])
+        return diffusion.denoise(self.unet, noisy, timesteps, text, self.image_size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,14 +85,14 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
     if config.train_text_encoder and parts.is_xl:
         raise RecipeError("train_text_encoder=true is not offered for SDXL: train its UNet alone")
     images = together(lambda: instance_images(config, process), process)
-    _diffusion.to_device(parts, process.device)
+    diffusion.to_device(parts, process.device)
     if config.model is None:
-        _diffusion.fit_vae(parts.vae, list(images.values()))
-    subject = _diffusion.encode_images(parts, list(images.values()), process.device)
+        diffusion.fit_vae(parts.vae, list(images.values()))
+    subject = diffusion.encode_images(parts, list(images.values()), process.device)
     prior = None
     if config.prior_weight > 0:
         others = class_images(config, parts, process)
-        prior = _diffusion.encode_images(parts, others, process.device)
+        prior = diffusion.encode_images(parts, others, process.device)
     if process.is_main:
         text = f"{len(subject)} images of the subject, {len(prior or [])} of its class"
         console.print(f"data        {text}", highlight=False)
@@ -116,11 +118,11 @@ def prepare(config: Config, process: Process) -> Task[LatentBatch]:
         if config.train_text_encoder:
             parts.text_encoders = list(model.text_encoders)
         if config.method == "lora":
-            _diffusion.save_lora(parts, run_dir / "lora", with_text=config.train_text_encoder)
+            diffusion.save_lora(parts, run_dir / "lora", with_text=config.train_text_encoder)
         else:
             parts.pipeline().save_pretrained(run_dir / "pipeline")
         model.eval()
-        _diffusion.to_device(parts, process.device)
+        diffusion.to_device(parts, process.device)
         images = generate(parts, config, config.instance_prompt, range(_SAMPLES))
         _images.save_grid(images, run_dir / "sample.png")
         saved = run_dir / ("lora" if config.method == "lora" else "pipeline")
@@ -149,9 +151,9 @@ def make_parts(config: Config) -> Parts:
     """The same parts at each call, frozen and in eval mode."""
     torch.manual_seed(config.seed)
     if config.model:
-        parts = _diffusion.load_parts(config.model)
+        parts = diffusion.load_parts(config.model)
     else:
-        parts = _diffusion.small_parts(config.architecture, config.image_size)
+        parts = diffusion.small_parts(config.architecture, config.image_size)
     for one in (parts.vae, parts.unet, *parts.text_encoders):
         one.requires_grad_(False).eval()
     return parts
@@ -162,9 +164,9 @@ def trained_model(parts: Parts, config: Config) -> DreamBooth:
     model = DreamBooth(parts, config)
     if config.method == "full":
         return model.requires_grad_(True)
-    _diffusion.add_lora(parts.unet, config.lora_r, is_unet=True)
+    diffusion.add_lora(parts.unet, config.lora_r, is_unet=True)
     for encoder in model.text_encoders:
-        _diffusion.add_lora(encoder, config.lora_r, is_unet=False)
+        diffusion.add_lora(encoder, config.lora_r, is_unet=False)
     return model
 
 
@@ -172,10 +174,10 @@ def make_loss(
     model: Any, parts: Parts, config: Config, device: torch.device
 ) -> Callable[[LatentBatch, torch.Tensor], torch.Tensor]:
     """Mean squared error of the prediction, the class's weighted: sum over images / total."""
-    ids = _diffusion.tokenize(parts, [config.instance_prompt, config.class_prompt]).to(device)
+    ids = diffusion.tokenize(parts, [config.instance_prompt, config.class_prompt]).to(device)
     with torch.no_grad():
         encoders = [encoder.to(device) for encoder in parts.text_encoders]
-        encoded = _diffusion.encode_text(encoders, ids)
+        encoded = diffusion.encode_text(encoders, ids)
 
     def loss_share(batch: LatentBatch, total: torch.Tensor) -> torch.Tensor:
         latents = sample_posterior(batch.mean, batch.std) * parts.vae.config.scaling_factor
@@ -189,7 +191,7 @@ def make_loss(
         else:
             text = {name: value[of_class] for name, value in encoded.items()}
         predicted = model(noisy, timesteps, text).float()
-        target = _diffusion.target_of(parts.scheduler, latents, noise, timesteps)
+        target = diffusion.target_of(parts.scheduler, latents, noise, timesteps)
         errors = (predicted - target).square().flatten(1).mean(dim=1)
         weights = torch.where(of_class == 1, config.prior_weight, 1.0)
         share: torch.Tensor = (errors * weights).sum() / total

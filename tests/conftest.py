@@ -13,8 +13,9 @@ from typing import Any
 import hypothesis
 import pytest
 
-from deepytorch_core import activation, config, decisions
-from deepytorch_core.config import Options
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d import activation
 from deepytorch_core.testing import close_idle_workers
 from deepytorch_core.testing.emulation import Network
 from deepytorch_core.testing.forked import ForkedProgram

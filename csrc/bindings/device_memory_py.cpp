@@ -1,5 +1,5 @@
 // Registered device memory for PyTorch's caching allocator: two functions as its pluggable
-// allocators are (deepytorch_core/device_memory.py), and what Python asks about the memory.
+// allocators are (deepytorch_core/c10d/device_memory.py), and what Python asks about the memory.
 #include <pybind11/pybind11.h>
 #include <sys/types.h>
 

@@ -1,4 +1,4 @@
-// The Python module deepytorch_c10d: what deepytorch_core.backend makes process groups with.
+// The Python module deepytorch_c10d: what deepytorch_core.c10d.backend makes process groups with.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -12,8 +12,8 @@ import typer
 from deepytorch.cli import bench_table, console, help, shared
 
 if TYPE_CHECKING:
+    from deepytorch_core.base.provenance import Record
     from deepytorch_core.bench.job import Job, Nodes
-    from deepytorch_core.bench.record import Record
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
 
@@ -190,16 +190,19 @@ def collectives(
         iterations=iterations,
     )
 
+    from deepytorch_core.base import provenance
     from deepytorch_core.bench import forecast as forecasts
-    from deepytorch_core.bench import launch, record
+    from deepytorch_core.bench import launch
 
     node_counts = forecasts.parse_nodes(forecast) if forecast else ()
-    earlier = record.read_records(json) if forecast and json is not None and json.exists() else []
+    earlier = (
+        provenance.read_records(json) if forecast and json is not None and json.exists() else []
+    )
     records = []
     for row in bench_table.shown(launch.run(job), job.baseline):
         records.append(row)
         if json is not None:
-            record.write_record(json, row)
+            provenance.write_record(json, row)
     if plot is not None:
         from deepytorch_core.bench.plot import plot as write_plot
 
@@ -228,8 +231,8 @@ def _show_forecast(
     node_counts: Sequence[int],
     json: Path | None,
 ) -> None:
-    from deepytorch_core import config
-    from deepytorch_core.bench import forecast, record
+    from deepytorch_core.base import config, provenance
+    from deepytorch_core.bench import forecast
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.network import link
 
@@ -248,8 +251,10 @@ def _show_forecast(
         console.out().print(line, soft_wrap=True, highlight=False)
     if json is not None:
         emulated = records[0]["emulated"]
-        origin = record.provenance()
-        record.write_record(json, {**found.to_record(node_counts), "emulated": emulated, **origin})
+        origin = provenance.provenance()
+        provenance.write_record(
+            json, {**found.to_record(node_counts), "emulated": emulated, **origin}
+        )
 
 
 def was_given(context: typer.Context, option: str) -> bool:
@@ -313,7 +318,8 @@ def compile(
 
     from deepytorch.workloads import compile_suite
     from deepytorch.workloads.compile_worker import CompileJob
-    from deepytorch_core.bench import launch, record
+    from deepytorch_core.base import provenance
+    from deepytorch_core.bench import launch
     from deepytorch_core.bench.job import BenchError, parse_names
 
     shared.check_place("--json", json)
@@ -344,7 +350,7 @@ def compile(
             continue
         rows.append(row)
         if json is not None:
-            record.write_record(json, row)
+            provenance.write_record(json, row)
         console.out().print(compile_line(row), soft_wrap=True)
     if json is not None and rows:
         console.err().print(f"written: {json}")
@@ -415,13 +421,13 @@ def groups(
     ] = None,
 ) -> None:
     """Measure what many process groups cost in time and memory, against gloo."""
+    from deepytorch_core.base import provenance
     from deepytorch_core.bench import groups as bench
-    from deepytorch_core.bench import record
 
     shared.check_place("--json", json)
     found = bench.run(count, world_size)
     for line in bench.lines(found):
         console.out().print(line, soft_wrap=True, highlight=False)
     if json is not None:
-        record.write_record(json, found)
+        provenance.write_record(json, found)
         console.err().print(f"written: {json}")

@@ -9,7 +9,7 @@ import typer
 from deepytorch.cli import bench, console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch_core.bench.record import Record
+    from deepytorch_core.base.provenance import Record
 
 _BATCH_OF_VISION = 32
 _LEAST_STEPS = 4  # for quartiles
@@ -101,7 +101,7 @@ def ddp(
     channels_last and fuses where that is faster. Exits with status 1 when the losses differ by more
     than the order of additions, or for a vision model rounding, explains.
     """
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
     from deepytorch_core.bench.job import BenchError, DdpJob, parse_size
 
     shared.check_place("--json", json)
@@ -163,7 +163,7 @@ def ddp(
         shown = vision_lines(rows)
     for row in rows:
         if json is not None:
-            record.write_record(json, row)
+            provenance.write_record(json, row)
     if json is not None:
         console.err().print(f"written: {json}")
     for line in shown:

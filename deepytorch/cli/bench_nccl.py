@@ -51,9 +51,9 @@ def nccl(
     Prints for each size what NCCL's own choice takes and how much faster each other one is. What
     is faster by 3% and beyond the noise, twice, becomes a table for NCCL's tuner plugin.
     """
+    from deepytorch_core.base.provenance import write_record
     from deepytorch_core.bench import launch, nccl_choices
     from deepytorch_core.bench.job import parse_names, parse_sizes
-    from deepytorch_core.bench.record import write_record
     from deepytorch_core.network import nccl_table
 
     shared.check_place("--write", write)

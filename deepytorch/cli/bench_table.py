@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from deepytorch.cli import console
 
 if TYPE_CHECKING:
-    from deepytorch_core.bench.record import Record
+    from deepytorch_core.base.provenance import Record
 
 # Title and width; a negative width aligns to the left.
 _COLUMNS = {

@@ -9,8 +9,8 @@ import typer
 from deepytorch.cli import bench, console, help, shared
 
 if TYPE_CHECKING:
+    from deepytorch_core.base.provenance import Record
     from deepytorch_core.bench.job import Nodes
-    from deepytorch_core.bench.record import Record
 
 _STEPS_OF_WORKLOAD = 16
 _TIMEOUT_S = 600  # of a collective while another rank still builds or compiles its model
@@ -104,8 +104,8 @@ def train(
     Both arms are fresh processes that start from the same weights and see the same batches. Exits
     with status 1 when the losses differ by more than the order of additions explains.
     """
+    from deepytorch_core.base import provenance
     from deepytorch_core.bench import job as jobs
-    from deepytorch_core.bench import record
 
     shared.check_place("--json", json)
     shared.check_place("--report", report)
@@ -167,12 +167,12 @@ def train(
         row = turns.compare(train_job, rounds=rounds, say=_say)
         shown = train_lines(row)
     if json is not None:
-        record.write_record(json, row)
+        provenance.write_record(json, row)
         console.err().print(f"written: {json}")
     if report is not None and json is not None:
         from deepytorch.workloads.headline import page
 
-        rows = record.read_records(json)
+        rows = provenance.read_records(json)
         page.write([one for one in rows if one.get("bench") == "workload"], report)
         console.err().print(f"written: {report}")
     for line in shown:

@@ -47,8 +47,9 @@ def build(
     gigabyte each), of which only the headers are used; nothing is installed. It is the only command
     that downloads anything.
     """
-    from deepytorch_core import adapter, torch_builds
-    from deepytorch_core.errors import AdapterError
+    from deepytorch_core.base import torch_builds
+    from deepytorch_core.base.errors import AdapterError
+    from deepytorch_core.c10d import adapter
 
     versions = list(torch_builds.RELEASES) if all_torch else torch or []
     if torch_wheels is not None and not versions:
@@ -74,7 +75,8 @@ def _build_for(version: str, output: Path | None, force: bool, wheels: Path | No
     """The adapter for a release of torch that need not be installed."""
     import tempfile
 
-    from deepytorch_core import adapter, torch_builds
+    from deepytorch_core.base import torch_builds
+    from deepytorch_core.c10d import adapter
 
     with tempfile.TemporaryDirectory(prefix="deepytorch-torch-") as folder:
         with console.err().status(f"getting torch {version} ..."):

@@ -103,7 +103,7 @@ def wrong_use(text: str) -> None:
 
 def is_first_rank() -> bool:
     """Whether this process speaks for its job: rank 0, or one that no launcher started."""
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     launched = config.launched()
     return launched is None or launched.rank == 0
@@ -111,7 +111,7 @@ def is_first_rank() -> bool:
 
 def shows_tracebacks() -> bool:
     """Whether the option `debug` is on; a bad option elsewhere must not hide the first error."""
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     try:
         return bool(config.current().debug)

@@ -90,7 +90,7 @@ def _names() -> list[str]:
 
 def _job() -> Job | None:
     """The ranks that a launcher started with this one; None for a process that is alone."""
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     launched = config.launched()
     if launched is None or launched.size == 1 or config.rendezvous_address() is None:

@@ -9,9 +9,9 @@ from rich.table import Table
 from deepytorch.cli import bench, console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch_core.explain import Answer, Candidate, DeviceAnswer
-    from deepytorch_core.explain_nodes import BetweenNodes
-    from deepytorch_core.explain_stages import Stages
+    from deepytorch_core.report.explain import Answer, Candidate, DeviceAnswer
+    from deepytorch_core.report.explain_nodes import BetweenNodes
+    from deepytorch_core.report.explain_stages import Stages
 
 
 _WHAT = (
@@ -97,9 +97,10 @@ def explain(
         return
     if size is None:
         raise typer.BadParameter(f"explain {operation} needs a size: 4096, 64K, 4M, 1G")
-    from deepytorch_core import _core, config
-    from deepytorch_core import explain as model
+    from deepytorch_core import _core
+    from deepytorch_core.base import config
     from deepytorch_core.bench.job import parse_size
+    from deepytorch_core.report import explain as model
 
     emulated = bench.emulated_nodes(
         context,

@@ -10,7 +10,7 @@ from deepytorch.cli import console
 
 def show(model: str | None, *, json: bool) -> None:
     """Print the profile's compile decisions; of one model's class, or all."""
-    from deepytorch_core import config
+    from deepytorch_core.base import config
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.guard import profile
 

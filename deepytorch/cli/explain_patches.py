@@ -94,8 +94,8 @@ HOOKS = (
 
 def show(*, json: bool) -> None:
     """Import what deepytorch waits for, and print what it replaces there."""
-    from deepytorch_core.import_hook import awaited
-    from deepytorch_core.patching import Replaced, replaced
+    from deepytorch_core.base.import_hook import awaited
+    from deepytorch_core.base.patching import Replaced, replaced
 
     missing = _import(awaited())
     now = replaced()

@@ -83,7 +83,7 @@ def parse(
     """
     from torch.distributed import run as torchrun
 
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     config.Options.from_env()
 
@@ -131,7 +131,7 @@ def settle_meeting(options: Namespace) -> None:
     It takes every node without a number for the first, and goes by the first one's own name, which
     may be 127.0.1.1. Raises ValueError where they could not meet.
     """
-    from deepytorch_core import config
+    from deepytorch_core.base import config
     from deepytorch_core.network import addresses
 
     numbered = options.node_rank is not None

@@ -68,7 +68,7 @@ def report(
         for file in files:
             show_saved(file)
         return
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     out = console.out()
     out.print(console.fields("environment", environment()))
@@ -79,7 +79,7 @@ def report(
 
 def to_dict() -> dict[str, Any]:
     """Return what the command shows without files: name -> text, and each option's value."""
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     return {
         "environment": dict(environment()),
@@ -90,13 +90,13 @@ def to_dict() -> dict[str, Any]:
 
 def environment() -> list[tuple[str, str]]:
     """Machine, versions, and whether the native parts are ready."""
-    from deepytorch_core import adapter
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
+    from deepytorch_core.c10d import adapter
 
-    machine = record.machine_info()
+    machine = provenance.machine_info()
     rows = [("machine", f"{machine['name']}, {machine['memory_gib']} GiB, {machine['kernel']}")]
-    rows += [(name, version) for name, version in record.versions().items()]
-    rows.append(("commit", record.commit()))
+    rows += [(name, version) for name, version in provenance.versions().items()]
+    rows.append(("commit", provenance.commit()))
     try:
         from deepytorch_core import _core
 
@@ -109,7 +109,7 @@ def environment() -> list[tuple[str, str]]:
 
 def options() -> list[tuple[str, str]]:
     """Every option with its value, marked where it is not the default."""
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     current, default = config.current(), config.Options()
     rows = []
@@ -122,7 +122,7 @@ def options() -> list[tuple[str, str]]:
 
 def write_page(html: Path, files: list[Path]) -> None:
     """Writes reports as one page; raises ValueError for a file that holds none, or no files."""
-    from deepytorch_core import report_page
+    from deepytorch_core.report import page as report_page
 
     if not files:
         raise ValueError("--html needs a run's saved reports: deepytorch report FILE --html PAGE")
@@ -161,7 +161,7 @@ def read(path: Path, *, with_comparisons: bool = False) -> dict[str, Any]:
 
 def with_forecast(path: Path) -> dict[str, Any]:
     """A report saved as JSON, with `will_it_scale`; raises ValueError when the file holds none."""
-    from deepytorch_core import report_scaling
+    from deepytorch_core.report import scaling as report_scaling
 
     saved = read(path)
     try:
@@ -173,9 +173,10 @@ def with_forecast(path: Path) -> dict[str, Any]:
 
 def show_saved(path: Path) -> None:
     """Prints a report saved as JSON; raises ValueError when the file holds none."""
-    from deepytorch_core import config, report_scaling
-    from deepytorch_core.report import Report
-    from deepytorch_core.topology import size_text
+    from deepytorch_core.base import config
+    from deepytorch_core.report import scaling as report_scaling
+    from deepytorch_core.report.summary import Report
+    from deepytorch_core.topology.model import size_text
 
     plain = with_forecast(path)
     try:

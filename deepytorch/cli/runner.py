@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from deepytorch_core.own_ranks import Companion
+    from deepytorch_core.base.child_ranks import Companion
 
 
 def program_path(arguments: list[str]) -> str:
@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = program_path(arguments)
 
-    from deepytorch_core import config
-    from deepytorch_core.own_ranks import Companion
+    from deepytorch_core.base import config
+    from deepytorch_core.base.child_ranks import Companion
 
     address = config.rendezvous_address()  # before the program says another
     import deepytorch  # importing it activates
@@ -58,9 +58,9 @@ def main(arguments: list[str]) -> None:
 
             in_force.put_in_force(knobs.checked(told.settings))
         if deepytorch.is_active():
-            from deepytorch.integrations import _seams
+            from deepytorch.integrations.seams import arm as seams
 
-            probe.seams = _seams.met()
+            probe.seams = seams.met()
         watch(probe, lambda: run(arguments))
 
 
@@ -79,7 +79,7 @@ def end_as_python(error: BaseException) -> None:
         error.__traceback__ = traceback
         show(kind, error, traceback)
         if isinstance(error, ValueError) and "environment variable RANK expected" in str(error):
-            from deepytorch_core.console import say
+            from deepytorch_core.base.console import say
 
             say(
                 "the script wants to be a rank of a job: deepytorch run --nproc-per-node 1 starts "
@@ -105,8 +105,8 @@ def watch_for_own_ranks(companion: Companion, is_wanted: Callable[[], bool] = la
     import inspect
     from types import ModuleType
 
-    from deepytorch_core.console import say_once
-    from deepytorch_core.import_hook import ImportHook
+    from deepytorch_core.base.console import say_once
+    from deepytorch_core.base.import_hook import ImportHook
 
     def wrap(module: ModuleType) -> None:
         start = module.start_processes

@@ -18,7 +18,7 @@ import typer
 from deepytorch.cli import console, help
 
 if typing.TYPE_CHECKING:
-    from deepytorch.recipes._options import RunOptions
+    from deepytorch.recipes.base.options import RunOptions
 
 _PACKAGE = "deepytorch.recipes"
 # Told to end, a recipe finishes its step and saves, which takes large models minutes. torchrun
@@ -94,8 +94,8 @@ def train(
         arguments[:0] = ["--config", str(config)]
 
     from deepytorch.cli import launcher
-    from deepytorch_core import config as environment
-    from deepytorch_core.console import say
+    from deepytorch_core.base import config as environment
+    from deepytorch_core.base.console import say
 
     num_gpus = launcher.num_gpus()
     options.check_device(has_gpu=num_gpus > 0)
@@ -124,11 +124,12 @@ def _checked(
     recipe: str, config: Path | None, words: Sequence[str], *, compare: bool
 ) -> "RunOptions":
     """The recipe's options; ValueError for keys, values and files that can't be right."""
-    from deepytorch.recipes import _paths, _settings
-    from deepytorch.recipes._config import load_config
+    from deepytorch.recipes.base import paths
+    from deepytorch.recipes.base.config import load_config
+    from deepytorch.recipes.data import settings as _settings
 
     if config is not None:
-        _paths.refuse_missing("--config", config)
+        paths.refuse_missing("--config", config)
     options = load_config(_settings.OPTIONS[recipe], config or _yaml_of(recipe), words)
     options.check_start(compare=compare)
     return options
@@ -148,7 +149,9 @@ def _write_recipes(formatter: Any) -> None:
 
 
 def _write_keys(formatter: Any, recipe: str) -> None:
-    from deepytorch.recipes import DESCRIPTIONS, _help, _settings
+    from deepytorch.recipes import DESCRIPTIONS
+    from deepytorch.recipes.data import settings as _settings
+    from deepytorch.recipes.runner import help as _help
 
     formatter.write_paragraph()
     formatter.write_text(f"{recipe}: {DESCRIPTIONS[recipe]}. Its keys, each set as KEY=VALUE:")
@@ -168,7 +171,9 @@ def recipes() -> list[str]:
     if spec is None or spec.submodule_search_locations is None:
         return []
     found = pkgutil.iter_modules(spec.submodule_search_locations)
-    return sorted(module.name for module in found if not module.name.startswith("_"))
+    return sorted(
+        module.name for module in found if not module.ispkg and not module.name.startswith("_")
+    )
 
 
 def find(recipe: str) -> None:

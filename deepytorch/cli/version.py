@@ -12,7 +12,7 @@ import typer
 def _show(wanted: bool) -> None:
     if not wanted:
         return
-    from deepytorch_core import distribution
+    from deepytorch_core.base import distribution
 
     named = []
     for name, package in (("deepytorch", distribution.NAME), ("torch", "torch")):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepytorch
 from deepytorch.examples import vision_models
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench import percentiles
 
 if TYPE_CHECKING:

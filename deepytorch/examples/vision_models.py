@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core.console import say_once
+from deepytorch_core.base.console import say_once
 
 if TYPE_CHECKING:
     from torch import nn

@@ -24,10 +24,10 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from deepytorch.workloads import compile_suite
 from deepytorch_core import guard
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import quiet, timing, worker
 from deepytorch_core.bench.ddp import finite
 from deepytorch_core.bench.job import BenchError, Run
-from deepytorch_core.bench.record import Record
 
 if TYPE_CHECKING:  # the other arms import nothing of ours' engine
     from deepytorch_core.compile.phases import Spent
@@ -195,7 +195,7 @@ def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
     phases: dict[str, float] = {}
     made: list[dict[str, Any]] = []
     if found is not None:
-        from deepytorch_core import decisions
+        from deepytorch_core.base import decisions
 
         made = [dict(one) for one in decisions.made()]
         phases = {name: round(one.seconds - one.steps * steady, 2) for name, one in spent.items()}

@@ -13,9 +13,9 @@ from typing import Any
 
 from deepytorch import workloads
 from deepytorch.workloads import TrainJob
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import ddp, launch, timing
 from deepytorch_core.bench.job import MIN_BLOCKS, BenchError
-from deepytorch_core.bench.record import Record
 
 # Sums of more than two ranks depend on their order, and training carries the difference on.
 MAX_LOSS_DIFFERENCE = 1e-3

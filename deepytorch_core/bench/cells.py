@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.bench.record import Record, claimed
+from deepytorch_core.base.provenance import Record
+from deepytorch_core.bench.record import claimed
 
 Files = Mapping[str, Sequence[Record]]
 """Records by the link to their file."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import pairs
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import Record
 
 END = "<!-- chart:end -->"
 _SECTION = re.compile(

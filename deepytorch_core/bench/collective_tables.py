@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import cells
 from deepytorch_core.bench.cells import Files, Provenance, caption, line
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import Record, describe_emulated
+from deepytorch_core.bench.record import describe_emulated
 
 # Columns of the table, where measured: it shows the shape, the records hold every size.
 COLUMN_BYTES = tuple(size << 10 for size in (1, 16, 64, 1024, 4096, 16384, 65536))

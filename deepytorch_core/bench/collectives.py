@@ -15,12 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from deepytorch_core import config, device_memory
-from deepytorch_core.bench import baselines, beside, graphs, memory, reference, timing, worker
+from deepytorch_core.base import config
+from deepytorch_core.base.provenance import Record
+from deepytorch_core.bench import (
+    baselines,
+    beside,
+    graphs,
+    memory,
+    reference,
+    rivals,
+    timing,
+    worker,
+)
+from deepytorch_core.bench.baselines.arm import Prepare, Trial
 from deepytorch_core.bench.job import BenchError, Job
 from deepytorch_core.bench.ops import Allocate, Buffers, Operation
-from deepytorch_core.bench.record import Record
 from deepytorch_core.bench.rows import Measured, Row, cases, row_of
+from deepytorch_core.c10d import device_memory
 
 GRAPH_BUDGET_S = 0.6  # of a row's replays
 OTHER = "other"  # an algorithm that is not ours
@@ -33,7 +44,7 @@ class Pair:
     With `products` what is timed runs beside them.
     """
 
-    trials: tuple[baselines.Trial, baselines.Trial]
+    trials: tuple[Trial, Trial]
     wrong: list[int] = field(default_factory=lambda: [0, 0])
     products: beside.Products | None = None
 
@@ -67,12 +78,12 @@ class Bench:
             memory.refuse_too_large(rows, free, self.ranks)
         bind = self._binder(self.groups.baseline)
         self.prepare_ours = self._in_memory(rows, self.bind_ours, self.allocate_ours)
-        if job.baseline in baselines.PEER_MEMORY:
+        if job.baseline in rivals.PEER_MEMORY:
             measure = functools.partial(self.graphs.about, in_graph=job.cuda_graph)
             connected = baselines.connected(job, self.groups, rows, bind, measure)
             self.prepare_baseline = cleanup.enter_context(connected)
         else:
-            if job.baseline not in baselines.TORCH_BACKENDS:
+            if job.baseline not in rivals.TORCH_BACKENDS:
                 bind = baselines.connect(job, rank)
             self.prepare_baseline = self._in_memory(rows, bind, self.allocate)
 
@@ -219,9 +230,7 @@ class Bench:
         last = self.ranks.maximum([entered / 1e3])[0]
         return self.ranks.total(int(left / 1e3 < last))
 
-    def _in_memory(
-        self, rows: Sequence[Row], bind: baselines.Bind, allocate: Allocate
-    ) -> baselines.Prepare:
+    def _in_memory(self, rows: Sequence[Row], bind: rivals.Bind, allocate: Allocate) -> Prepare:
         """Arms with tensors of `allocate`."""
         buffers_of: Callable[[Row], Buffers]
         if self.groups.device.type == "cuda" and allocate is self.allocate:
@@ -233,13 +242,13 @@ class Bench:
             def buffers_of(row: Row) -> Buffers:
                 return row.buffers(allocate)
 
-        def prepare(row: Row) -> baselines.Trial:
+        def prepare(row: Row) -> Trial:
             buffers = buffers_of(row)
-            return baselines.Trial(bind(row.op, buffers), buffers)
+            return Trial(bind(row.op, buffers), buffers)
 
         return prepare
 
-    def _binder(self, group: dist.ProcessGroup) -> baselines.Bind:
+    def _binder(self, group: dist.ProcessGroup) -> rivals.Bind:
         if self.job.direct:
             return _to_the_backend(group._get_backend(self.groups.device))
         return lambda op, buffers: lambda: op.call(buffers.input, buffers.output, group)
@@ -279,7 +288,7 @@ def measure(job: Job, rank: int, store: Store, emit: worker.Emit) -> None:
                 emit({"record": record})
 
 
-def _to_the_backend(backend: Any) -> baselines.Bind:
+def _to_the_backend(backend: Any) -> rivals.Bind:
     """Binds to the C++ entry point itself, as a rival's op is called."""
     return lambda op, buffers: lambda: op.submit(buffers.input, buffers.output, backend).wait()
 

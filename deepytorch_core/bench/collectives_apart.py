@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from deepytorch_core.bench import timing, worker
-from deepytorch_core.bench.baselines import TORCH_BACKENDS
 from deepytorch_core.bench.collectives import OTHER, Bench
 from deepytorch_core.bench.job import BenchError, Job
+from deepytorch_core.bench.rivals import TORCH_BACKENDS
 from deepytorch_core.bench.rows import Measured, Row, cases, row_of
 from deepytorch_core.bench.turns import Turns
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.job import MIN_BLOCKS, DdpJob, Run
 from deepytorch_core.bench.percentiles import percentiles
-from deepytorch_core.bench.record import Record
 
 NUM_LAYERS = 8
 STEPS_PER_BLOCK = 4
@@ -123,7 +123,7 @@ def as_users_get_it(registered_buckets: bool) -> AbstractContextManager[None]:
     """Do what `import deepytorch` does to the construction of a DDP module."""
     if not registered_buckets:
         return nullcontext()
-    from deepytorch_core import registered
+    from deepytorch_core.c10d import registered
 
     return registered.place_ddp_buckets()
 

@@ -43,8 +43,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench.job import BenchError, format_size
-from deepytorch_core.bench.record import Record
 from deepytorch_core.network.link import Link
 from deepytorch_core.testing.emulation import Seat, Setting, seats
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, provenance
 
 ARMS = ("deepytorch", "gloo")
 
@@ -27,7 +27,7 @@ def run(count: int, world_size: int, num_bytes: int = 1 << 20, rounds: int = 3) 
         raise BenchError(
             f"--count {count} --world-size {world_size}: needs at least one group of two ranks"
         )
-    from deepytorch_core import adapter
+    from deepytorch_core.c10d import adapter
     from deepytorch_core.testing import spawn_ranks
 
     adapter.load()  # compiled once here, not by every rank
@@ -77,7 +77,7 @@ def memory_bytes() -> int:
 def _measure(
     rank: int, world_size: int, count: int, num_bytes: int, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from deepytorch_core.bench.baselines import BASELINES, LIMITS, TORCH_BACKENDS, Limits
+from deepytorch_core.bench.rivals import BASELINES, LIMITS, TORCH_BACKENDS, Limits
 from deepytorch_core.testing.emulation import Seat, Setting, parse_delay, parse_rate, seats
 
 OPERATIONS = (

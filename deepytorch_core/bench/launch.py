@@ -19,10 +19,10 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from deepytorch_core import config
-from deepytorch_core.bench import baselines
+from deepytorch_core.base import config
+from deepytorch_core.base.provenance import Record, provenance
+from deepytorch_core.bench import baselines, rivals
 from deepytorch_core.bench.job import BenchError, Run
-from deepytorch_core.bench.record import Record, provenance
 from deepytorch_core.testing.emulation import EmulationError, Network
 
 _GRACE_S = 3.0  # how long the other ranks may take to report after the first failure
@@ -48,7 +48,7 @@ def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
     """
     origin = provenance()
     if job.ours == "deepytorch":
-        from deepytorch_core import adapter
+        from deepytorch_core.c10d import adapter
 
         adapter.load()  # compiled once here, not by every rank against its time limit
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ class _Ranks:
     """The processes of one run, killed and reaped on exit: the ranks, or mpiexec over them."""
 
     def __init__(
-        self, job: Run, setup: baselines.Setup, folder: Path, network: Network | None = None
+        self, job: Run, setup: rivals.Setup, folder: Path, network: Network | None = None
     ) -> None:
         self._job = job
         self._network = network

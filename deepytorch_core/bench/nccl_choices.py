@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing
 from deepytorch_core.bench.job import BenchError, Run, format_size, parse_sizes
 from deepytorch_core.bench.ops import OPERATIONS, Operation
-from deepytorch_core.bench.record import Record
 from deepytorch_core.network import nccl_table
 from deepytorch_core.network.nccl_table import Entry
 

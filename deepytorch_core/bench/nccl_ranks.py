@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from deepytorch_core import c10d_patches, config
+from deepytorch_core.base import config
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.job import BenchError, parse_names, parse_sizes
 from deepytorch_core.bench.nccl_choices import (
@@ -42,6 +42,7 @@ from deepytorch_core.bench.nccl_choices import (
     settle,
 )
 from deepytorch_core.bench.ops import Operation, make_buffers, share_of
+from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.network import nccl_table, prepare
 from deepytorch_core.network.nccl_table import Entry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from deepytorch_core.bench.record import Record
+from deepytorch_core.base.provenance import Record
 
 LEAST_STEPS = 4
 """Quartiles of fewer say nothing."""

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench.job import format_size
-from deepytorch_core.bench.record import Record, describe_emulated
+from deepytorch_core.bench.record import describe_emulated
 
 
 def series(records: Iterable[Record]) -> dict[str, list[Record]]:

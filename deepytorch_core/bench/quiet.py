@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 
 class Quiet:

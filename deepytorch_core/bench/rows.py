@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepytorch_core import counts
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import bandwidth, timing
 from deepytorch_core.bench.job import Job
 from deepytorch_core.bench.ops import (
@@ -17,7 +17,7 @@ from deepytorch_core.bench.ops import (
     make_buffers,
     share_of,
 )
-from deepytorch_core.bench.record import Record
+from deepytorch_core.metering import counts
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from deepytorch_core.base.provenance import Record, read_records
 from deepytorch_core.bench import (
     cells,
     charts,
@@ -28,8 +29,6 @@ from deepytorch_core.bench.record import (
     SCRIPT_FIELDS,
     TRAIN_FIELDS,
     WORKLOAD_FIELDS,
-    Record,
-    read_records,
 )
 from deepytorch_core.bench.training_tables import OLDER_DDP
 

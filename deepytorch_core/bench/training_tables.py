@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import cells
 from deepytorch_core.bench.cells import Files, Provenance, caption, line
-from deepytorch_core.bench.record import PARTS_OF_DDP, Record, claimed, describe_emulated
+from deepytorch_core.bench.record import PARTS_OF_DDP, claimed, describe_emulated
 
 # This is true of `bench ddp`'s older records, which don't say so.
 OLDER_DDP: Record = {

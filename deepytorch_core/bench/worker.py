@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from deepytorch_core import c10d_patches, config
+from deepytorch_core.base import config
 from deepytorch_core.bench import timing
-from deepytorch_core.bench.baselines import LIMITS
 from deepytorch_core.bench.job import BenchError, Run
+from deepytorch_core.bench.rivals import LIMITS
+from deepytorch_core.c10d import patches as c10d_patches
 
 REFUSED = 2  # exit status of a rank that was asked for something it cannot do
 
@@ -79,7 +80,7 @@ class Groups:
         self.rank = rank
         self.device = device_of(job, rank)
         if job.ours == "deepytorch":
-            from deepytorch_core import backend
+            from deepytorch_core.c10d import backend
 
             backend.register()
         timeout = timedelta(seconds=job.timeout_s)

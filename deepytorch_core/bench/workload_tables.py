@@ -6,9 +6,10 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from deepytorch_core.base.decisions import is_stock
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import cells, pairs
-from deepytorch_core.bench.record import Record, claimed, describe_emulated, describe_rate
-from deepytorch_core.decisions import is_stock
+from deepytorch_core.bench.record import claimed, describe_emulated, describe_rate
 
 # The thing that a choice was made for begins with one of these; each names the choice's part.
 _PARTS: Mapping[str, str] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core import memory
+from deepytorch_core.base import memory
 from deepytorch_core.compare.plan import PROFILED_STEPS, UNTIMED_STEPS, WARMED_STEPS
 
 TIMED_STEPS = 40

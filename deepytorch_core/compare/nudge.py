@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core import memory
+from deepytorch_core.base import memory
 
 _SEED = 11
 # How many nodes away from a backward's root types are looked at.

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepytorch_core import config, memory
+from deepytorch_core.base import config, memory
+from deepytorch_core.base.import_hook import ImportHook
+from deepytorch_core.base.patching import Patches
 from deepytorch_core.compare import workspace
 from deepytorch_core.compare.clock import Clock
 from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
 from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.saves import Saves
-from deepytorch_core.import_hook import ImportHook
-from deepytorch_core.patching import Patches
 
 PROGRESS = "progress.json"
 """In the plan's folder: rank 0's block times so far, in seconds."""
@@ -52,7 +52,10 @@ _FAR = 32
 # These run backward and steps of their own, to try something out on saved or made-up inputs.
 _TRIALS = (
     *("deepytorch_core.guard", "deepytorch_core.nn", "deepytorch_core.compile"),
-    *("deepytorch_core.data", "deepytorch.integrations._"),
+    "deepytorch_core.data",
+    *(f"deepytorch.integrations.{name}" for name in ("common", "kernels", "padding_free", "seams")),
+    # Not the adapters themselves, whose functions users call.
+    *(f"deepytorch.integrations.{name}." for name in ("ddp", "deepspeed", "fsdp", "transformers")),
 )
 
 
@@ -355,8 +358,8 @@ def _undecided(steps: int) -> list[dict[str, Any]]:
 
 
 def _report() -> dict[str, Any]:
-    from deepytorch_core.decisions import is_stock
-    from deepytorch_core.report import report
+    from deepytorch_core.base.decisions import is_stock
+    from deepytorch_core.report.summary import report
 
     found = report()
     return {

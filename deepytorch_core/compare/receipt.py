@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepytorch_core import html_page
 from deepytorch_core.compare.result import STOCK, Sample
+from deepytorch_core.report import html_page
 
 
 def write(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare.losses import Agreement, agreement
-from deepytorch_core.errors import CompareError
 from deepytorch_core.guard.timing import LEAST_GAIN
 
 STOCK = "stock"

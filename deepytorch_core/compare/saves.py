@@ -23,13 +23,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import CompareError
+from deepytorch_core.base.import_hook import ImportHook
+from deepytorch_core.base.patching import Patches
 from deepytorch_core.compare import weights, workspace
 from deepytorch_core.compare.made import Made
 from deepytorch_core.compare.plan import Plan
-from deepytorch_core.errors import CompareError
-from deepytorch_core.import_hook import ImportHook
-from deepytorch_core.patching import Patches
 
 _WRITES = os.O_WRONLY | os.O_RDWR
 _NO_FOLDER = -1  # what Python's audit events say where a path is no name within an open folder

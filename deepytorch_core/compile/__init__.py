@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from deepytorch_core import compiler_import as compiler_import  # what it does to forks
-from deepytorch_core import config
+from deepytorch_core.base import compiler_import as compiler_import  # what it does to forks
+from deepytorch_core.base import config
 from deepytorch_core.compile import policies, regions
 from deepytorch_core.compile.compilation import Compilation
 from deepytorch_core.compile.fixes import Fix, register_fix

@@ -34,8 +34,9 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
-from deepytorch_core import config, control_group, own_cores, topology
-from deepytorch_core.compile import helper, policies, regions, switches
+from deepytorch_core.base import cgroup, config, cpu_affinity
+from deepytorch_core.compile import policies, regions, switches
+from deepytorch_core.topology import model as topology
 
 # From which on it takes minutes, so that parts are compiled side by side. Smaller ones stay whole,
 # so that nothing is missed between the parts: the training doesn't wait for either.
@@ -116,14 +117,14 @@ def _num_by_gpu(device: torch.device) -> int:
 def _host_bytes_left() -> int:
     """Return the bytes left of main memory, on this machine and in this container."""
     machine = topology.discover().memory
-    group = control_group.ControlGroup(control_group.read_file, "memory")
-    taken = control_group.Memory.of(group, machine.total_bytes)
+    group = cgroup.ControlGroup(cgroup.read_file, "memory")
+    taken = cgroup.Memory.of(group, machine.total_bytes)
     left = machine.available_bytes or machine.total_bytes
     return left if taken.limit is None else min(left, taken.limit - taken.used)
 
 
 def _num_cores() -> int:
-    return int(own_cores.of_rank(topology.discover().cores.usable))
+    return int(cpu_affinity.of_rank(topology.discover().cores.usable))
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ class Ahead:
         if process is not None:
             with contextlib.suppress(OSError):
                 # The end of what it reads it may not see: forked processes have the pipe, too.
-                helper.end(process.stdin)
+                _end(process.stdin)
             process.communicate()
 
     def _next_job(self) -> tuple[str, bytes] | None:
@@ -332,6 +333,12 @@ class Ahead:
             )
             self._processes.append(process)
             return process
+
+
+def _end(jobs: Any) -> None:
+    """Tell the helper that reads `jobs` that there are no more; raises OSError if it is gone."""
+    jobs.write(struct.pack("!q", -1))
+    jobs.flush()
 
 
 def _asked(process: subprocess.Popen[bytes], job: bytes) -> str:

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
+from deepytorch_core.base.console import say
 from deepytorch_core.compile import fixes, graphs, module_state, seam
-from deepytorch_core.compile.recorder import NotCapturedError, Recorder
 from deepytorch_core.compile.replay import Call, Replay, Token
-from deepytorch_core.console import say
+from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 
 # Kinds of calls that are captured when they are first met; later ones at their second time.
 CAPTURED_AT_ONCE = 8

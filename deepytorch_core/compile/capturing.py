@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import config, console, decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import config, console, decisions
 from deepytorch_core.compile import capture, policies, regions, turns
 from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.capture import Capture
-from deepytorch_core.compile.recorder import Recorder
+from deepytorch_core.guard.recorder import Recorder
 
 LAUNCHED = "launched"
 REPLAYED = "replayed"

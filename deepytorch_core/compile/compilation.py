@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import compiler_import, console, decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import compiler_import, console, decisions
 from deepytorch_core.compile import (
     ahead,
     capture,

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from deepytorch_core import guard
-from deepytorch_core.compile import breaks
-from deepytorch_core.patching import Patches
+from deepytorch_core.base.patching import Patches
+from deepytorch_core.guard import breaks
 
 # Dynamo may capture a region's function so often where each size has a graph of its own.
 MOST_CAPTURES = 64

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from deepytorch_core import console
+from deepytorch_core.base import console
 
 LONG_S = 2.0
 

@@ -13,15 +13,8 @@ import struct
 import sys
 import threading
 import time
-from typing import Any
 
 from deepytorch_core.compile import collecting
-
-
-def end(jobs: Any) -> None:
-    """Tell the helper that reads `jobs` that there are no more; raises OSError if it is gone."""
-    jobs.write(struct.pack("!q", -1))
-    jobs.flush()
 
 
 def main(parent: int) -> None:

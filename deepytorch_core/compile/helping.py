@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepytorch_core import console
+from deepytorch_core.base import console
 from deepytorch_core.compile import outcome
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.region import CompiledRegion

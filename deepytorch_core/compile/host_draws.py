@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core.compile import graphs, module_state
-from deepytorch_core.compile.recorder import NotCapturedError
+from deepytorch_core.guard.recorder import NotCapturedError
 
 _LESS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 

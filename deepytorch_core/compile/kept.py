@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import config, console, guard
+from deepytorch_core import guard
+from deepytorch_core.base import config, console
 from deepytorch_core.compile.policies import AUTO
 
 

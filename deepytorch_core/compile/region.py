@@ -27,10 +27,10 @@ from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from deepytorch_core import guard
+from deepytorch_core.base.console import say_first
 from deepytorch_core.compile import (
     ahead,
     border,
-    breaks,
     cached_draws,
     collecting,
     dynamo,
@@ -49,7 +49,7 @@ from deepytorch_core.compile.sizes import Sizes
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
-from deepytorch_core.console import say_first
+from deepytorch_core.guard import breaks
 
 # Calls that compile something new, before all sizes are taken to change, and again before it ends.
 MOST_COMPILES = 6

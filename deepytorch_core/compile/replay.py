@@ -26,9 +26,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
 from deepytorch_core.compile import graphs, host_draws, module_state
-from deepytorch_core.compile.loans import copies_of
 from deepytorch_core.compile.module_state import PLAIN
-from deepytorch_core.compile.recorder import NotCapturedError, Recorder
+from deepytorch_core.guard.loans import copies_of
+from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 from deepytorch_core.nn.deferred_logits import DeferredLogits, WatchedLogits, read
 from deepytorch_core.nn.weight_changes import steps, too_late
 

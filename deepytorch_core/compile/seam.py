@@ -25,7 +25,8 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode
 from torch.utils._device import DeviceContext
 
-from deepytorch_core import console, guard, replicas
+from deepytorch_core import guard
+from deepytorch_core.base import console, data_parallel
 from deepytorch_core.compile import signals
 
 PLACE = "_compiled_call_impl"
@@ -136,7 +137,7 @@ class Seam:
     def _not_ours(self, called: Any, args: Any, kwargs: Any) -> Any:
         """Another module has this object: a copy of the attributes, with weights of its own."""
         module: Any = called if isinstance(called, nn.Module) else self._module
-        if replicas.is_one(module):  # several at once, each in a thread of its own
+        if data_parallel.is_one(module):  # several at once, each in a thread of its own
             console.say_once(
                 f"{type(module).__name__}: copies that nn.DataParallel makes run eagerly; "
                 "DistributedDataParallel, with a process for each GPU, is compiled",

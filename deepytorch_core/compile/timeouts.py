@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core.backend import timeout_of
+from deepytorch_core.c10d.backend import timeout_of
 
 # Steps in which a compile is followed by others: of backward graphs, and for other sizes.
 HELD_STEPS = 3

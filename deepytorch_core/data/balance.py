@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.data.global_steps import Dealing, Step, full_order
 from deepytorch_core.data.partition import Arrangement, Load, TokenCost, evened, load_of
 

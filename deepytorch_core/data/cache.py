@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import decisions
-from deepytorch_core.console import say_once
+from deepytorch_core.base import decisions
+from deepytorch_core.base.console import say_once
+from deepytorch_core.base.file_permissions import why_not_believed
 from deepytorch_core.data import entry_file
-from deepytorch_core.trust import why_not_believed
 
 Encoded = dict[str, torch.Tensor]
 """Tensors by name; dimension 0 is the samples'."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core.trust import UntrustedError, opened_data, why_not_believed
+from deepytorch_core.base.file_permissions import UntrustedError, opened_data, why_not_believed
 
 # For the user and the group, as files of settings are; less where the umask says so.
 _FILE_MODE, FOLDER_MODE = 0o664, 0o775

@@ -11,16 +11,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 if TYPE_CHECKING:
     from deepytorch_core.doctor.smi import GpuState
-    from deepytorch_core.doctor.together import Together
     from deepytorch_core.doctor.torch_facts import TorchFacts
-    from deepytorch_core.topology import Topology
+    from deepytorch_core.network.link import Link
+    from deepytorch_core.network.path_mtu import PathMtu
+    from deepytorch_core.topology.model import Topology
 
 LIMIT_S = 8.5
 """Asking torch and the GPUs may take so many of the ten seconds that all checks may."""
+
+
+@dataclass(frozen=True)
+class Together:
+    """Rank 0's knowledge of all; other ranks have only `is_leader`, the first of its node."""
+
+    is_leader: bool = True
+    links: tuple[Link, ...] = ()
+    link_errors: tuple[str, ...] = ()
+    paths: tuple[PathMtu, ...] = ()
+    path_errors: tuple[str, ...] = ()
+    by_rdma: bool = False
+    num_nodes: int = 1
+    versions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,7 +78,7 @@ class Machine:
     def topology(self) -> Topology:
         """Raises ImportError when the native core can't be loaded."""
         from deepytorch_core import _core
-        from deepytorch_core.topology import Topology
+        from deepytorch_core.topology.model import Topology
 
         root = "" if self.root == Path("/") else str(self.root)
         return Topology.from_json(_core.topology_json(root=root))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepytorch_core import distribution
+from deepytorch_core.base import distribution
 from deepytorch_core.doctor.checks import (
     adapter,
     cache,

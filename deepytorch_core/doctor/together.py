@@ -13,34 +13,18 @@ import platform
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config, distribution
+from deepytorch_core.base import config, distribution
 from deepytorch_core.doctor.finding import Finding, State
-from deepytorch_core.doctor.machine import Machine
+from deepytorch_core.doctor.machine import Machine, Together
 from deepytorch_core.network import addresses, path_mtu, prepare
-from deepytorch_core.network.link import Link
 from deepytorch_core.network.path_mtu import PathMtu
 
 # Ranks start the same command at about the same time.
 _HERE_LIMIT_S = 60.0
 _STEP_LIMIT_S = 20.0
-
-
-@dataclass(frozen=True)
-class Together:
-    """Rank 0's knowledge of all; other ranks have only `is_leader`, the first of its node."""
-
-    is_leader: bool = True
-    links: tuple[Link, ...] = ()
-    link_errors: tuple[str, ...] = ()
-    paths: tuple[PathMtu, ...] = ()
-    path_errors: tuple[str, ...] = ()
-    by_rdma: bool = False
-    num_nodes: int = 1
-    versions: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
 
 class Job:

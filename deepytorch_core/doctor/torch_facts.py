@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 
 @dataclass(frozen=True)

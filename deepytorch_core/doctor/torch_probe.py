@@ -131,8 +131,8 @@ def _loaded(name: str) -> list[str]:
 
 
 def _adapter() -> dict[str, str]:
-    from deepytorch_core import adapter
-    from deepytorch_core.errors import AdapterError
+    from deepytorch_core.base.errors import AdapterError
+    from deepytorch_core.c10d import adapter
 
     try:
         sources = adapter.Sources.find()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from deepytorch_core import config, decisions
+from deepytorch_core.base import config, decisions
 from deepytorch_core.guard import profile
 from deepytorch_core.guard.numerics import AMPLIFIED, difference, norm, rounded
 from deepytorch_core.guard.profile import fingerprint

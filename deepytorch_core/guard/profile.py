@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import config, distribution
-from deepytorch_core.console import say_once
-from deepytorch_core.trust import UntrustedError, opened_data
+from deepytorch_core.base import config, distribution
+from deepytorch_core.base.console import say_once
+from deepytorch_core.base.file_permissions import UntrustedError, opened_data
 
 # As in csrc/tuner/profile.hpp: a profile of another format is left alone.
 _FORMAT = 1
@@ -34,11 +34,11 @@ _told: set[str] = set()  # what was said, each once
 
 def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     """Return the key of a decision: `facts` of JSON's types, this machine and these versions."""
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
 
     return {
         "what": what,
-        "machine": record.machine_info()["name"],
+        "machine": provenance.machine_info()["name"],
         "world_size": world_size,
         "deepytorch": distribution.version(),
         "torch": str(torch.__version__),

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepytorch_core import agreement
+from deepytorch_core.base import agreement
 
 # Others may still compile, or run the step that leads here.
 HERE_LIMIT_S = 600.0

@@ -17,7 +17,7 @@ import sys
 import threading
 from types import FrameType
 
-from deepytorch_core import unlisted
+from deepytorch_core.base import unlisted
 from deepytorch_core.hang import processes, record
 
 # Before and behind what the thread writes.

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from deepytorch_core import config, stores, unlisted
-from deepytorch_core.console import say
+from deepytorch_core.base import config, stores, unlisted
+from deepytorch_core.base.console import say
 from deepytorch_core.hang import (
     answer,
     collect,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from deepytorch_core import agreement, stores
+from deepytorch_core.base import agreement, stores
 from deepytorch_core.hang import stacks
 
 

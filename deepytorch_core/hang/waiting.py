@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from deepytorch_core import unlisted
-from deepytorch_core.console import say
+from deepytorch_core.base import unlisted
+from deepytorch_core.base.console import say
 from deepytorch_core.hang import collect, evidence, inquiry, verdict, words
 from deepytorch_core.hang.evidence import ENDED, Operation, Rank
 

@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 _SIOCGIFADDR = 0x8915
 
@@ -62,7 +62,7 @@ def matching_interface(asked: str, names: Sequence[str]) -> str | None:
 
 def interface_of(address: str) -> str:
     """The interface that has `address`. Raises OSError when there is none."""
-    from deepytorch_core import topology  # loads the native core
+    from deepytorch_core.topology import model as topology  # loads the native core
 
     for nic in topology.discover().nics:
         if address in nic.addresses:

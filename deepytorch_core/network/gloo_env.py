@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from deepytorch_core import config
-from deepytorch_core.console import say_once
+from deepytorch_core.base import config
+from deepytorch_core.base.console import say_once
 from deepytorch_core.network import addresses
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.console import say_once
-from deepytorch_core.trust import UntrustedError, opened_data
+from deepytorch_core.base.console import say_once
+from deepytorch_core.base.file_permissions import UntrustedError, opened_data
 
 FLOWS = (1, 2, 4, 8)
 """How many TCP connections at once the probe measures."""

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepytorch_core.base.file_permissions import UntrustedError, opened_data
 from deepytorch_core.network.nccl_env import Choice
-from deepytorch_core.trust import UntrustedError, opened_data
 
 COLLECTIVES = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce")
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")

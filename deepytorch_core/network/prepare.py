@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config, decisions, own_cores, stores
-from deepytorch_core.console import say_once
+from deepytorch_core.base import config, cpu_affinity, decisions, stores
+from deepytorch_core.base.console import say_once
 from deepytorch_core.network import addresses, greeting, nccl_env, nccl_table, probe, rdma
 from deepytorch_core.network import link as links
 from deepytorch_core.network.nccl_env import Choice
 
 if TYPE_CHECKING:
-    from deepytorch_core.topology import Topology
+    from deepytorch_core.topology.model import Topology
 
 _HERE_LIMIT_S = 60.0
 # A probe, and what a node may be late for it.
@@ -64,7 +64,7 @@ def before_nccl(store: Any, *, rank: int, size: int, measure: bool = True) -> No
 
 
 def _of_nodes(store: Any, *, rank: int, size: int, measure: bool) -> Choice:
-    from deepytorch_core import topology  # loads the native core
+    from deepytorch_core.topology import model as topology  # loads the native core
 
     machine = topology.discover()
     has_rdma = _may_use_rdma(machine)
@@ -268,4 +268,4 @@ def _wait(store: Any, key: str, limit_s: float) -> str:
 def _free_cores() -> float:
     from deepytorch_core import _core
 
-    return own_cores.of_rank(_core.usable_cores())
+    return cpu_affinity.of_rank(_core.usable_cores())

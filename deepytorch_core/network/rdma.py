@@ -20,7 +20,7 @@ from collections.abc import Collection
 from ipaddress import IPv6Address
 
 from deepytorch_core.network.nccl_env import Choice
-from deepytorch_core.topology import RdmaDevice, RdmaPort, Topology
+from deepytorch_core.topology.model import RdmaDevice, RdmaPort, Topology
 
 _MUCH_SLOWER = 0.5
 _ERDMA, _EFA = "erdma", "efa"

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deepytorch_core import config, decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions
 from deepytorch_core.guard import Candidate, Trial
 
 NAME = "channels_last"
@@ -185,7 +186,7 @@ class _FirstBatch:
 
 
 def _clock_for(model: nn.Module, call: Callable[[], object], ranks: guard.Ranks) -> guard.Clock:
-    from deepytorch_core.compile import gpu_time  # importing it takes seconds
+    from deepytorch_core.guard import gpu_time  # importing it takes seconds
 
     return gpu_time.clock_for(model, call, ranks)
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import decisions
 from deepytorch_core.guard import Candidate, Trial
 from deepytorch_core.nn import swaps
 

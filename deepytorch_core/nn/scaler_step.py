@@ -22,11 +22,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from deepytorch_core.patching import Patches
+from deepytorch_core.base.patching import Patches
 
 _FOLDER = os.path.dirname(hooks.__file__)
 # Hooks of these modules on steps may see one too many.
-_OWN = ("deepytorch_core.nn.", "deepytorch_core.course", "deepytorch.integrations.")
+_OWN = ("deepytorch_core.nn.", "deepytorch_core.metering.step_timer", "deepytorch.integrations.")
 
 _optimizers: weakref.WeakKeyDictionary[Optimizer, Callable[[], bool]]
 _optimizers = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core.console import say_once
+from deepytorch_core.base.console import say_once
 
 
 class Steps:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.bench import record
+from deepytorch_core.base import provenance
 
 _BUILD = Path("build/fuzz")
 _CORPUS = Path("tests/fuzz/corpus")
@@ -37,7 +37,7 @@ class Outcome:
 
     def write(self, file: Path, versions: Mapping[str, str]) -> None:
         """Adds a record to `file`; `versions` are of what fuzzed."""
-        found = record.provenance()
+        found = provenance.provenance()
         found["versions"] = {**found["versions"], **versions}
         told: dict[str, Any] = {
             "bench": "fuzz",
@@ -46,7 +46,7 @@ class Outcome:
             "executions": self.executions,
             "crashes": self.crashes,
         }
-        record.write_record(file, {**told, **found})
+        provenance.write_record(file, {**told, **found})
 
 
 def main(arguments: Sequence[str]) -> int:

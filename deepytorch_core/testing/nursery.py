@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import emulation, worker
 
 READ_LATER = "DEEPYTORCH_"

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing.emulation import Placement
 from deepytorch_core.testing.failures import Failures
 from deepytorch_core.testing.nursery import READ_LATER, Nursery, Worker

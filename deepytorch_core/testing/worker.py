@@ -26,7 +26,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import activation, config
+from deepytorch_core.base import config
+from deepytorch_core.c10d import activation
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -189,7 +190,7 @@ def _init_process_group(call: Call) -> None:
     assert _place is not None
     assert call.backend is not None
     if "deepytorch" in call.backend:
-        from deepytorch_core import backend
+        from deepytorch_core.c10d import backend
 
         backend.register()
     dist.init_process_group(
@@ -219,7 +220,7 @@ def _leave_gloo_together() -> None:
     """gloo's set-up of a group fails on a rank that is still at it when another leaves."""
     import torch.distributed as dist
 
-    from deepytorch_core.c10d_patches import serving_name
+    from deepytorch_core.c10d.patches import serving_name
 
     assert _place is not None
     if not dist.is_initialized() or serving_name() != "gloo":
@@ -236,7 +237,7 @@ def _clean_up() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    activation = sys.modules.get("deepytorch_core.activation")
+    activation = sys.modules.get("deepytorch_core.c10d.activation")
     if activation is not None and activation.is_active():
         activation.deactivate()
     config.set_current(None)

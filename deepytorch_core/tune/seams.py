@@ -5,7 +5,7 @@
   FSDPModule, called once the root has found its modules, unless the script has called them.
 
 They are put in place with settings, and only then: a job without any is left alone. DeepSpeed's
-sizes are its adapter's to set, see integrations/_deepspeed_buckets.py.
+sizes are its adapter's to set, see integrations/deepspeed/buckets.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from deepytorch_core.import_hook import ImportHook
-from deepytorch_core.patching import Patches
-from deepytorch_core.tune import in_force
+from deepytorch_core.base.import_hook import ImportHook
+from deepytorch_core.base.patching import Patches
+from deepytorch_core.tune import asking
 
 _Function = Callable[..., Any]
 _MIB = 1 << 20
@@ -78,7 +78,7 @@ def _constructing_ddp(original: _Function) -> _Function:
             original(wrapper, *args, **kwargs)
             return
         sizes = [name for name in ("bucket_cap_mb", "bucket_cap_mb_list") if given.get(name)]
-        value = in_force.ask(
+        value = asking.ask(
             "ddp_bucket_mb",
             why_fixed=f"the script gives {sizes[0]}" if sizes else "",
             enough=_gradient_mb(given["module"]),
@@ -116,7 +116,7 @@ def _prefetch(states: list[Any]) -> None:
     elif any(one._states_to_forward_prefetch or one._states_to_backward_prefetch for one in states):
         why_fixed = "the script sets what is prefetched"
     enough = max(1, len(modules) - 1)
-    ahead = in_force.ask("fsdp2_prefetch", why_fixed=why_fixed, enough=enough)
+    ahead = asking.ask("fsdp2_prefetch", why_fixed=why_fixed, enough=enough)
     if ahead is None:
         return
     for index, module in enumerate(modules):

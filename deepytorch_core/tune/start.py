@@ -11,8 +11,9 @@ import os
 import sys
 from typing import Any
 
-from deepytorch_core import config, decisions, guard, stores
-from deepytorch_core.console import say
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions, stores
+from deepytorch_core.base.console import say
 from deepytorch_core.tune import in_force, stored
 from deepytorch_core.tune.knobs import DEFAULTS, checked, in_words
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepytorch_core import config
-from deepytorch_core.console import say_once
+from deepytorch_core.base import config
+from deepytorch_core.base.console import say_once
 from deepytorch_core.guard import profile
 from deepytorch_core.tune.knobs import Setting, as_dict, checked, in_words
 

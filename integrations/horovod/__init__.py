@@ -12,10 +12,21 @@ names what to use. `shutdown` undoes `init`. docs/horovod.md is the guide.
 from __future__ import annotations
 
 import deepytorch as _deepytorch  # noqa: F401 (activates)
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
 
-from . import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm, util
+from . import (
+    _join,
+    _rounds,
+    _world,
+    compression,
+    elastic,
+    functions,
+    mpi_ops,
+    optimizer,
+    sync_batch_norm,
+    util,
+)
 from ._built import (
     ccl_built,
     cuda_built,
@@ -28,10 +39,10 @@ from ._built import (
     nccl_built,
     rocm_built,
 )
+from ._collectives import barrier
 from ._world import (
     ProcessSet,
     add_process_set,
-    barrier,
     cross_rank,
     cross_size,
     global_process_set,
@@ -100,6 +111,8 @@ from .util import (
 
 # Other names by which scripts reach them.
 ops = mpi_lib = mpi_ops
+
+_world.make_of(_world.Parts(rounds=_rounds.Rounds, journal=_join.Journal))
 
 __all__ = [
     "Adasum",

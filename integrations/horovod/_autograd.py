@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import ReduceOp
+from deepytorch.integrations.common.horovod_common import ReduceOp
 
 from . import _requests
 from ._collectives import Reduction

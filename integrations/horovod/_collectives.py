@@ -6,23 +6,18 @@ begin; `ordered_all_reduce` is for callers in this package whose order is the sa
 
 from __future__ import annotations
 
-import functools
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
 
+from ._handle import Handle, translated
 from ._join import Entry
 from ._world import ProcessSet, default_device, global_process_set, in_debug, world
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 # Their names before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,52 +45,6 @@ class Reduction(NamedTuple):
     op: ReduceOp
     before: float = 1.0
     after: float = 1.0
-
-
-def translated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Failed collectives as Horovod's exception."""
-
-    @functools.wraps(function)
-    def translating(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return function(*args, **kwargs)
-        except (IntegrationError, HorovodInternalError):
-            raise
-        except RuntimeError as error:
-            raise HorovodInternalError(str(error)) from error
-
-    return translating
-
-
-class Handle:
-    """An operation under way: for `poll` and `synchronize`, or called, as Horovod's sparse ones."""
-
-    __slots__ = ("_finish", "_result", "_works")
-
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Any]) -> None:
-        self._works = [work for work in works if work is not None]
-        self._finish: Callable[[], Any] | None = finish
-        self._result: Any = None
-
-    def then(self, make: Callable[[Any], Any]) -> Handle:
-        """The same operation with a result made of this one's."""
-        return Handle([self], lambda: make(self.wait()))
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
-    @translated
-    def wait(self) -> Any:
-        """Wait for the end; the result, again the same in a second call."""
-        if self._finish is not None:
-            for work in self._works:
-                work.wait()
-            self._result = self._finish()
-            self._finish, self._works = None, []
-        return self._result
-
-    __call__ = wait
 
 
 def all_reduce(tensor: torch.Tensor, op: ReduceOp, where: Where) -> Handle:
@@ -196,8 +145,8 @@ def ordered_all_reduce(
 
 
 @translated
-def barrier(process_set: ProcessSet) -> None:
-    """Wait for all ranks of the set."""
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank of the set has come here."""
     _begin(("barrier",), process_set)
     dist.barrier(process_set.group)
 

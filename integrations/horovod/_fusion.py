@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import _collectives
-from ._collectives import Handle, Reduction, Where
+from ._collectives import Reduction, Where
+from ._handle import Handle
 
 # A collective of its own costs about as much as copying this many bytes into a buffer and back.
 FUSED_BELOW_BYTES = 128 << 10

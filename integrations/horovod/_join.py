@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from deepytorch.integrations._horovod_common import HorovodInternalError
-from deepytorch_core import stores
+from deepytorch.integrations.common.horovod_common import HorovodInternalError
+from deepytorch_core.base import stores
 
 Entry = tuple[Any, ...]
 """The facts that a peer needs to take part in a collective: its name, then plain values."""

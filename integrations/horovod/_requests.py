@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
 
 from . import _collectives
-from ._collectives import Handle, Reduction, Where, dtype_name, neutral
+from ._collectives import Reduction, Where, dtype_name, neutral
 from ._fusion import Fusion
+from ._handle import Handle
 from ._world import ProcessSet
 
 Facts = dict[str, Any]

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch.integrations._horovod_common import HorovodInternalError
+from deepytorch.integrations.common.horovod_common import HorovodInternalError
 
 from . import _requests
-from ._collectives import Handle, Where, all_gather_single
+from ._collectives import Where, all_gather_single
+from ._handle import Handle
 from ._requests import Facts, Request
 from ._world import ProcessSet, default_device
 

@@ -7,30 +7,48 @@ import contextlib
 import itertools
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from deepytorch.integrations._contract import IntegrationError, Joined, join, require
-from deepytorch.integrations._horovod_common import Placement, no_such_feature
-from deepytorch.integrations._horovod_rendezvous import local_store, require_one_node
-from deepytorch_core import activation, agreement, config
-from deepytorch_core.backend import limit_of
-from deepytorch_core.launchers import Launched
+from deepytorch.integrations.common.contract import IntegrationError, Joined, join, require
+from deepytorch.integrations.common.horovod_common import Placement, no_such_feature
+from deepytorch.integrations.common.horovod_rendezvous import local_store, require_one_node
+from deepytorch_core.base import agreement, config
+from deepytorch_core.base.launchers import Launched
+from deepytorch_core.c10d import activation
+from deepytorch_core.c10d.backend import limit_of
 
-if TYPE_CHECKING:
-    from ._rounds import Rounds  # which builds on this module
+from ._handle import Handle
 
 _ADAPTER = "horovod"
 _RENDEZVOUS_S = 300.0
 _STUCK_S = 60.0
 _numbers = itertools.count(1)
 _meetings = itertools.count(1)
+
+
+class Rounds(Protocol):
+    """The operations of a process set that this process is in; see `_rounds`."""
+
+    group: dist.ProcessGroup
+
+    def begin(self, make: Callable[[], Any], name: str | None, *, asynchronous: bool) -> Handle: ...
+
+    def number_of(self, optimizer: Any) -> int: ...
+
+    def join(self) -> None: ...
+
+    def end_join(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ProcessSet:
@@ -87,13 +105,11 @@ class ProcessSet:
 
     def _register(self, number: int, ranks: list[int], group: dist.ProcessGroup | None) -> None:
         """Every rank calls it."""
-        from . import _rounds
-
         self.process_set_id, self.ranks, self._group = number, ranks, group
         others = group if len(ranks) == 1 else dist.new_group(ranks)
         if group is not None and others is not None:
             stuck_s = 0.0 if in_debug() else _STUCK_S
-            self._rounds = _rounds.Rounds(self, others, stuck_s=stuck_s)
+            self._rounds = _parts().rounds(self, others, stuck_s=stuck_s)
 
     def _forget(self, *, alive: bool) -> None:
         """Also of torch, unless all groups are gone there already."""
@@ -128,7 +144,27 @@ class World:
     reducers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # of _optimizer
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What builds on this module, and what a world is made of."""
+
+    rounds: Callable[..., Rounds]
+    journal: Callable[[float], Any]
+
+
 _world: World | None = None
+_made_of: Parts | None = None
+
+
+def make_of(parts: Parts) -> None:
+    """Have worlds and their sets made of `parts`; called once, when Horovod's API is imported."""
+    global _made_of
+    _made_of = parts
+
+
+def _parts() -> Parts:
+    assert _made_of is not None
+    return _made_of
 
 
 def world() -> World:
@@ -153,12 +189,10 @@ def init(
         comm: only None; an MPI communicator or ranks are refused.
         process_sets: sets to register at once. "dynamic", which Horovod wants for sets that come
             later, is taken and not needed.
-        **options: of deepytorch, see `deepytorch_core.config.Options`; the same on every rank.
+        **options: of deepytorch, see `deepytorch_core.base.config.Options`; the same on every rank.
 
     Raises IntegrationError, on every rank, for what can't be served.
     """
-    from . import _join
-
     global _world
     if is_initialized():
         return
@@ -173,7 +207,7 @@ def init(
     joined = join(_ADAPTER, options)
     _world = World(group, joined, _placement(), made_group)
     global_process_set._register(0, list(range(_world.placement.size)), group)
-    _world.journal = _join.Journal(limit_of(group).total_seconds())
+    _world.journal = _parts().journal(limit_of(group).total_seconds())
     if process_sets not in (None, "dynamic"):
         if isinstance(process_sets, str):
             raise ValueError(f"process_sets={process_sets!r}: expected a list or 'dynamic'")
@@ -278,13 +312,6 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether all nodes have the same number of ranks."""
     return world().placement.is_homogeneous
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has come here."""
-    from . import _collectives
-
-    _collectives.barrier(process_set)
 
 
 def _init_group(options: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch.integrations._horovod_common import HorovodInternalError
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch.integrations.common.horovod_common import HorovodInternalError
 from deepytorch.integrations.horovod import _requests
 from deepytorch.integrations.horovod._world import (
     ProcessSet,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import (
+from deepytorch.integrations.common.horovod_common import (
     HorovodInternalError,  # noqa: F401  Horovod's module has it too, and the others so marked
     ReduceOp,
     no_such_feature,
@@ -30,12 +30,12 @@ from deepytorch.integrations.horovod._built import (  # noqa: F401
     nccl_built,
     rocm_built,
 )
-from deepytorch.integrations.horovod._collectives import Handle, Reduction
+from deepytorch.integrations.horovod._collectives import Reduction, barrier  # noqa: F401
+from deepytorch.integrations.horovod._handle import Handle
 from deepytorch.integrations.horovod._requests import copied, names_of_parts
 from deepytorch.integrations.horovod._world import (  # noqa: F401
     ProcessSet,
     add_process_set,
-    barrier,
     cross_rank,
     cross_size,
     global_process_set,

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from deepytorch.integrations._horovod_common import ReduceOp, reduce_op
+from deepytorch.integrations.common.horovod_common import ReduceOp, reduce_op
 from deepytorch.integrations.horovod._collectives import (
-    Handle,
     Reduction,
     Where,
     ordered_all_reduce,
 )
 from deepytorch.integrations.horovod._fusion import Fusion
+from deepytorch.integrations.horovod._handle import Handle
 from deepytorch.integrations.horovod._world import (
     ProcessSet,
     global_process_set,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deepytorch.integrations._horovod_common import ReduceOp
+from deepytorch.integrations.common.horovod_common import ReduceOp
 from deepytorch.integrations.horovod._world import ProcessSet, global_process_set
 from deepytorch.integrations.horovod.mpi_ops import allreduce
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 Group = dist.ProcessGroup

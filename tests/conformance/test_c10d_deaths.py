@@ -191,7 +191,7 @@ def test_deaths_are_noticed_without_pidfds(
 
 def refused(rank: int, world_size: int) -> int:
     """How often the dead are looked for where gloo refuses an operation's arguments."""
-    from deepytorch_core.delegates import StockFactory
+    from deepytorch_core.c10d.delegates import StockFactory
 
     works(world_size)
     looked: list[int] = []
@@ -211,7 +211,7 @@ def test_nobody_is_taken_for_dead_where_arguments_are_refused() -> None:
 
 
 def joins(rank: int, world_size: int, port: int, victims: set[int], late: int = -1) -> float:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

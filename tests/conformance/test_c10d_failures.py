@@ -341,7 +341,7 @@ def test_abort_reaches_every_rank() -> None:
 
 
 def again_after_failure(rank: int, world_size: int) -> None:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     for attempt in ("first", "second"):
@@ -374,7 +374,7 @@ def test_a_rank_that_left_is_named() -> None:
 
 PROGRAM = """
 import sys, torch, torch.distributed as dist
-from deepytorch_core import backend
+from deepytorch_core.c10d import backend
 backend.register()
 rank, path, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("deepytorch", init_method=f"file://{path}", rank=rank, world_size=2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import registered
+from deepytorch_core.c10d import registered
 from deepytorch_core.testing import spawn_ranks
 
 BACKEND = "deepytorch"

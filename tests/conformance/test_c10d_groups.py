@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 BACKEND = "deepytorch"
@@ -159,7 +159,7 @@ def test_destroy_waits_for_work_under_way() -> None:
 
 
 def initialised_again(rank: int, world_size: int, same_store: bool) -> None:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     store = rank_store("shared")
@@ -232,7 +232,7 @@ def test_a_rank_that_leaves_a_group_before_it_is_used(pause_s: float, act: str) 
 
 
 def by_environment(rank: int, world_size: int) -> None:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     dist.init_process_group(BACKEND)  # what torchrun has set
@@ -246,7 +246,7 @@ def test_initialised_by_the_environment() -> None:
 
 
 def mixed_devices(rank: int, world_size: int) -> None:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     names = f"cpu:gloo,cuda:{BACKEND}"
@@ -287,7 +287,7 @@ class GpusAlone:
 
 def detail_level(rank: int, world_size: int) -> float:
     """Also after messages, of which each rank has another number, as the stages of a pipeline."""
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     sent = torch.ones(3)
     for _ in range(2):

@@ -32,7 +32,7 @@ def sums_of_differing_chunks(rank: int, world_size: int) -> None:
     """Rank 1 alone has a chunk size of its own, as a wrapper may set it."""
     import os
 
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     os.environ.update(DEEPYTORCH_CHUNK_BYTES=str((rank + 1) << 16))  # noqa: TID251
     backend.register()
@@ -93,7 +93,7 @@ def cycle(rank: int, world_size: int, number: int) -> None:
 
 
 def cycles(rank: int, world_size: int) -> tuple[Holdings, Holdings, int, int]:
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     for number in range(WARM_UP_CYCLES):

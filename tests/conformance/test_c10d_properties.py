@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from deepytorch_core import registered
+from deepytorch_core.c10d import registered
 from deepytorch_core.testing import spawn_ranks
 
 BACKEND = "deepytorch"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import spawn_ranks
 
 BACKEND = "deepytorch"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from deepytorch_core import adapter
+from deepytorch_core.c10d import adapter
 from deepytorch_core.testing import spawn_ranks
 
 RANKS = 4
@@ -60,7 +60,7 @@ def test_the_stock_backend_gets_the_tensors_of_the_caller(op: str) -> None:
 
 
 class MemoryOnGpus:
-    """Stands in for `deepytorch_core.device_memory.GroupMemory`."""
+    """Stands in for `deepytorch_core.c10d.device_memory.GroupMemory`."""
 
     there = True
     asked: list[Any] = []

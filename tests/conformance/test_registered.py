@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import registered
+from deepytorch_core.c10d import registered
 from deepytorch_core.testing import assert_same_on_all_ranks, rank_store, spawn_ranks
 
 BACKEND = "deepytorch"
@@ -151,7 +151,7 @@ def test_nothing_is_registered_with_stock_collectives() -> None:
 
 
 def survives_its_group(rank: int, world_size: int) -> None:
-    from deepytorch_core import backend as deepytorch_backend
+    from deepytorch_core.c10d import backend as deepytorch_backend
 
     deepytorch_backend.register()
 
@@ -244,7 +244,7 @@ def test_a_forked_child_reads_but_frees_nothing() -> None:
 
 
 def with_little_address_space(rank: int, world_size: int, times_of_memory: float) -> None:
-    from deepytorch_core import backend as deepytorch_backend
+    from deepytorch_core.c10d import backend as deepytorch_backend
 
     deepytorch_backend.register()
     dist.init_process_group(BACKEND, store=rank_store("w"), rank=rank, world_size=world_size)
@@ -301,8 +301,8 @@ def ddp(rank: int, world_size: int, how: str, *, views: bool) -> tuple[list[floa
     """Losses, and for every bucket size whether such buckets were registered."""
     from torch._C._distributed_c10d import Reducer
 
-    from deepytorch_core import activation
-    from deepytorch_core import backend as deepytorch_backend
+    from deepytorch_core.c10d import activation
+    from deepytorch_core.c10d import backend as deepytorch_backend
 
     originals = (vars(Reducer)["__init__"], vars(Reducer)["_rebuild_buckets"])
     deepytorch_backend.register()

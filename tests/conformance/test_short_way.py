@@ -25,7 +25,9 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from deepytorch_core import _core, adapter, config, torch_builds
+from deepytorch_core import _core
+from deepytorch_core.base import config, torch_builds
+from deepytorch_core.c10d import adapter
 from deepytorch_core.testing import spawn_ranks
 
 # Compiles for half a minute, or longer beside other things.

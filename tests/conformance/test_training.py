@@ -23,7 +23,7 @@ NUM_STEPS = 4
 @contextmanager
 def world(backend: str, rank: int, world_size: int) -> Iterator[None]:
     from deepytorch_core import _core
-    from deepytorch_core import backend as deepytorch_backend
+    from deepytorch_core.c10d import backend as deepytorch_backend
 
     deepytorch_backend.register()
     store = rank_store(backend)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch.recipes import _checkpoint, _elastic
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._checkpoint import Written
-from deepytorch.recipes._engines import start_engine
-from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process
+from deepytorch.recipes.base.options import RunOptions
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data.batches import EndlessBatches
+from deepytorch.recipes.runner import checkpoint, elastic
+from deepytorch.recipes.runner.checkpoint import Written
+from deepytorch.recipes.runner.engines import start_engine
 from deepytorch_core.testing import spawn_ranks
 
 EXAMPLES = 50
@@ -71,9 +71,9 @@ def train(rank, world_size, engine_name, folder, resume):
     )
     path = folder / f"step-{SAVED_AFTER:08d}"
     if resume:
-        written = _checkpoint.written(path)
+        written = checkpoint.written(path)
         wrong = RunOptions(name="r", engine=engine_name, batch_size=2, accumulation=77)
-        options = _elastic.fit(
+        options = elastic.fit(
             options if written.world_size == world_size else wrong, written, process, path
         )
     engine = start_engine(
@@ -82,9 +82,9 @@ def train(rank, world_size, engine_name, folder, resume):
     batches = batches_of(rank, world_size)
     begin = 0
     if resume:
-        state = _checkpoint.load(engine, path, process, facts=FACTS)
+        state = checkpoint.load(engine, path, process, facts=FACTS)
         assert ("random" in state) == (rank < written.world_size)
-        _elastic.go_on(batches, state, written, options, process)
+        elastic.go_on(batches, state, written, options, process)
         begin = state["step"]
     losses = {}
     for step in range(begin + 1, STEPS + 1):
@@ -103,10 +103,10 @@ def train(rank, world_size, engine_name, folder, resume):
                 "step": step,
                 "position": batches.position,
                 "epoch_examples": batches.epoch_examples,
-                "random": _checkpoint.random_state(process.device),
+                "random": checkpoint.random_state(process.device),
             }
             written = Written(world_size, options.batch_size, options.accumulation)
-            problem = _checkpoint.save(
+            problem = checkpoint.save(
                 engine, state, folder, process, keep=1, facts=FACTS, written=written
             )
             assert problem is None

@@ -23,7 +23,7 @@ RECIPE = [
 SCRIPT = f"""
 import os, signal, sys
 from deepytorch.recipes import bert_mlm
-from deepytorch.recipes._run import StepProgress
+from deepytorch.recipes.base.run import StepProgress
 
 update = StepProgress.update
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 # Their numbers on x86-64 and on AArch64.
 CALLS = {

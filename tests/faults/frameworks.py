@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from framework_jobs import FRAMEWORKS, RANKS, Reach  # noqa: E402
 
-from deepytorch_core.bench import record  # noqa: E402
+from deepytorch_core.base import provenance  # noqa: E402
 from deepytorch_core.testing.ports import free_port  # noqa: E402
 
 AT_STEP = 4
@@ -394,7 +394,7 @@ def main() -> int:
         found = run(framework, fault)
         num_bad += not found["named"]
         if options.json:
-            record.write_record(options.json, {**found, **record.provenance()})
+            provenance.write_record(options.json, {**found, **provenance.provenance()})
         mark = "named" if found["named"] else "NOT NAMED"
         print(
             f"{number}/{len(chosen)} {mark}: {framework} | {fault.name}: {found['took_s']} s: "

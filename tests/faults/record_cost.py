@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.bench import record
+from deepytorch_core.base import provenance
 from deepytorch_core.testing import spawn_ranks
 
 SIZES = (256, 4096, 65536, 1 << 20)
@@ -78,7 +78,7 @@ def main() -> None:
         )
         if options.json:
             told = {"bench": "flight record", "world_size": 2, **row}
-            record.write_record(options.json, {**told, **record.provenance()})
+            provenance.write_record(options.json, {**told, **provenance.provenance()})
 
 
 if __name__ == "__main__":

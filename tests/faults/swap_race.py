@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from deepytorch_core import trust
+from deepytorch_core.base import file_permissions
 
 VICTIM, STRANGER = 12_345, 12_346
 OWN, FOREIGN = b"own", b"foreign"
@@ -87,9 +87,9 @@ def race(folder: Path, place: str, seconds: float) -> Counter[str]:
         while time.monotonic() < until:
             for _ in range(100):
                 try:
-                    with trust.opened(link / _NAME) as file:
+                    with file_permissions.opened(link / _NAME) as file:
                         found[file.read().decode()] += 1
-                except trust.UntrustedError:
+                except file_permissions.UntrustedError:
                     found["refused"] += 1
                 except OSError:  # the link was not there
                     found["missing"] += 1

@@ -17,9 +17,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deepytorch.recipes._config import RecipeError, load_config
-from deepytorch_core.config import Options
-from deepytorch_core.deepspeed_flag import SECTION, _mentions_us
+from deepytorch.recipes.base.config import RecipeError, load_config
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d.deepspeed_flag import SECTION, _mentions_us
 
 SCALARS = (
     st.none()

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from deepytorch_core import activation, c10d_patches
+from deepytorch_core.c10d import activation
+from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.testing import needs_gpus, rank_store, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]

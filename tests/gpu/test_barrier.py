@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import activation, config
+from deepytorch_core.base import config
+from deepytorch_core.c10d import activation
 from deepytorch_core.testing import needs_gpus, rank_store, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, read_records
+from deepytorch_core.base.provenance import read_records
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]

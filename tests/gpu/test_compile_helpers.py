@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config, decisions
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.compile import ahead, regions
-from deepytorch_core.config import Options
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepytorch_core.compile import capture, capturing, loans, replay
+from deepytorch_core.compile import capture, capturing, replay
 from deepytorch_core.compile.capture import Capture
+from deepytorch_core.guard import loans
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
@@ -548,7 +549,7 @@ class Slow(nn.Module):
 
 
 def test_the_trial_keeps_what_is_faster(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepytorch_core import config, decisions
+    from deepytorch_core.base import config, decisions
 
     monkeypatch.setattr(decisions, "_made", [])
     monkeypatch.setattr(

@@ -18,10 +18,10 @@ BUCKET = 3 << 20  # several weights, so that a step has some buckets, and the fi
 
 def _train(rank: int, world_size: int, ours: bool, forced: bool) -> dict[str, Any]:
     deepspeed = pytest.importorskip("deepspeed")
-    from deepytorch.integrations import _deepspeed_buckets
+    from deepytorch.integrations.deepspeed import buckets
 
     if forced:
-        _deepspeed_buckets._Bucket.is_faster_beside = lambda *_: True
+        buckets._Bucket.is_faster_beside = lambda *_: True
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4 * WIDTH, WIDTH), torch.nn.ReLU()]

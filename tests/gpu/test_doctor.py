@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepytorch_core import machine_map, topology
 from deepytorch_core.doctor import registry, smi, torch_facts
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.testing import needs_gpus
+from deepytorch_core.topology import machine_map
+from deepytorch_core.topology import model as topology
 
 pytestmark = pytest.mark.gpu
 

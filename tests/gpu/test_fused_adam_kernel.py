@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.nn import fused_adam
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.nn.swaps import fused_adam as swap

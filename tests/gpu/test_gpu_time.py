@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import decisions
-from deepytorch_core.compile import gpu_time
+from deepytorch_core.base import decisions
+from deepytorch_core.guard import gpu_time
 from deepytorch_core.nn import channels_last
 from deepytorch_core.testing import needs_gpus
 

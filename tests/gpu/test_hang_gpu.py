@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend, config
+from deepytorch_core.base import config
+from deepytorch_core.c10d import backend
 from deepytorch_core.hang import collect, evidence, verdict
 from deepytorch_core.testing import needs_gpus, rank_store, spawn_ranks
 from deepytorch_core.testing.tensors import rank_gpu

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 from deepytorch_core.testing.tensors import rank_gpu
 

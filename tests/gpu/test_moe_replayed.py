@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepytorch_core.compile.capture import Capture
-from deepytorch_core.compile.recorder import NotCapturedError, Recorder
+from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 from deepytorch_core.nn.grouped_mm import grouped_mm
 from deepytorch_core.testing import needs_gpus
 

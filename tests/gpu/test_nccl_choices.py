@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.provenance import read_records
 from deepytorch_core.bench.nccl_choices import ChoicesJob
-from deepytorch_core.bench.record import read_records
 from deepytorch_core.network import nccl_table
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

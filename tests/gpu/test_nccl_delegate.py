@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 from deepytorch_core.testing.tensors import rank_gpu
 

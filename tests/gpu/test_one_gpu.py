@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(400)]

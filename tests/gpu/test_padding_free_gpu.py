@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]

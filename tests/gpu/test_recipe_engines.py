@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2), pytest.mark.timeout(300)]

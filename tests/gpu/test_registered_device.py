@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepytorch_core import device_memory, registered
+from deepytorch_core.c10d import device_memory, registered
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 from deepytorch_core.testing.tensors import assert_close, rank_gpu, rank_inputs
 

@@ -10,7 +10,8 @@ import torch
 from accelerate import data_loader
 from transformers import BatchEncoding
 
-from deepytorch.integrations import _contract, _side_copies
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.seams import side_copies
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(120)]
@@ -22,8 +23,8 @@ CYCLES = 2_000_000_000  # about a second of a GPU's time
 @pytest.fixture(autouse=True)
 def changed() -> Iterator[None]:
     torch.ones(1, device=DEVICE)  # begins CUDA
-    changes = _contract.Changes()
-    _side_copies.install(changes)
+    changes = contract.Changes()
+    side_copies.install(changes)
     yield
     changes.undo()
 

@@ -28,7 +28,7 @@ def padded(batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def _run(rank: int, world_size: int, folder: str, ours: bool) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    from deepytorch_core import decisions
+    from deepytorch_core.base import decisions
 
     class Counting(Trainer):
         tokens: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import registered
+from deepytorch_core.c10d import registered
 from deepytorch_core.testing import assert_same_on_all_ranks, needs_gpus, spawn_ranks
 from deepytorch_core.testing.tensors import rank_gpu, rank_inputs, shifted
 

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 
 SEQUENCE = 16
 VOCABULARY = 64

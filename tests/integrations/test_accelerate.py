@@ -20,10 +20,10 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _around, _contract
 from deepytorch.integrations import accelerate as adapter
-from deepytorch_core import registered
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.integrations.common import around, contract
+from deepytorch_core.c10d import registered
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
@@ -250,7 +250,7 @@ def test_switched_off_it_is_stock_accelerate(options: dict[str, Any], env: dict[
 def refused(rank: int, world_size: int, options: list[dict[str, Any]]) -> str:
     with process_state():
         plugin = adapter.DeepytorchPlugin(**options[rank])
-        with pytest.raises(_contract.IntegrationError) as error:
+        with pytest.raises(contract.IntegrationError) as error:
             Accelerator(cpu=True, kwargs_handlers=[plugin])
         return str(error.value)
 
@@ -294,13 +294,13 @@ def test_wrong_or_mixed_options_are_one_error_on_every_rank(
     ],
 )
 def test_handlers_that_collide_are_one_error(handlers: Any, said: str) -> None:
-    with process_state(), pytest.raises(_contract.IntegrationError, match=said) as error:
+    with process_state(), pytest.raises(contract.IntegrationError, match=said) as error:
         Accelerator(cpu=True, kwargs_handlers=handlers())
     assert "\n" not in str(error.value)
 
 
 def test_a_plugin_in_the_subclass_and_in_the_list_is_passed_twice() -> None:
-    with process_state(), pytest.raises(_contract.IntegrationError, match="passed 2 times"):
+    with process_state(), pytest.raises(contract.IntegrationError, match="passed 2 times"):
         adapter.DeepytorchAccelerator(cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin()])
 
 
@@ -312,10 +312,10 @@ def test_in_a_single_process_only_the_model_is_looked_at() -> None:
         assert not adapter.undo(accelerator)
         found = set(vars(accelerator))
         accelerator = adapter.DeepytorchAccelerator(cpu=True)
-        assert _around.is_put(accelerator, "prepare")
+        assert around.is_put(accelerator, "prepare")
         assert adapter.undo(accelerator)
         assert set(vars(accelerator)) == found
-        with pytest.raises(_contract.IntegrationError, match="accelerate: padding_free='perhaps'"):
+        with pytest.raises(contract.IntegrationError, match="accelerate: padding_free='perhaps'"):
             Accelerator(
                 cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin(padding_free="perhaps")]
             )
@@ -354,7 +354,7 @@ def test_freed_models_and_optimizers_go_while_the_accelerator_stays(kernels: str
     with process_state():
         plugin = adapter.DeepytorchPlugin(kernels=kernels)
         accelerator = adapter.DeepytorchAccelerator(cpu=True, deepytorch_plugin=plugin)
-        assert _around.is_put(accelerator, "prepare")
+        assert around.is_put(accelerator, "prepare")
         for _ in range(2):
             assert [kept() for kept in prepare_and_free(accelerator)] == [None, None]
         alive = accelerator.prepare(ConvolutionalNet())
@@ -391,7 +391,7 @@ def test_a_version_that_is_not_known_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", lambda name: "0.9.0")
     with process_state():
         deepytorch.activate()
-        with pytest.raises(_contract.IntegrationError, match="accelerate 0.9.0 is not known"):
+        with pytest.raises(contract.IntegrationError, match="accelerate 0.9.0 is not known"):
             adapter.DeepytorchAccelerator(cpu=True)
         deepytorch.deactivate()
 
@@ -405,5 +405,5 @@ def test_without_accelerate_the_error_says_what_to_install(monkeypatch: pytest.M
     assert spec.loader is not None
     monkeypatch.setitem(sys.modules, "accelerate", None)
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(_contract.IntegrationError, match="accelerate is not installed: pip"):
+    with pytest.raises(contract.IntegrationError, match="accelerate is not installed: pip"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import free_port, run_program, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -25,7 +25,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 if "deepytorch" in sys.modules:
     import deepytorch
-    from deepytorch_core.config import rank
+    from deepytorch_core.base.config import rank
     if rank() == 0:
         print(deepytorch.report())
 """

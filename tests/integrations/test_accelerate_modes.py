@@ -23,9 +23,10 @@ from accelerate.utils import (
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _around, _contract, _fsdp2
 from deepytorch.integrations import accelerate as adapter
-from deepytorch_core import agreement
+from deepytorch.integrations.common import around, contract
+from deepytorch.integrations.seams import fsdp2 as _fsdp2
+from deepytorch_core.base import agreement
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
@@ -108,9 +109,9 @@ def fsdp2(rank: int, world_size: int, how: str) -> dict[str, Any]:
         return {
             "losses": losses,
             "native": native_ops(),
-            "placed": _fsdp2.place_buffers(model, _contract.Changes()),
+            "placed": _fsdp2.place_buffers(model, contract.Changes()),
             "undone": undone,
-            "prepare": _around.is_put(accelerator, "prepare"),
+            "prepare": around.is_put(accelerator, "prepare"),
         }
 
 
@@ -132,7 +133,7 @@ def place_and_undo(rank: int, world_size: int) -> list[str | None]:
     model = net()
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
-    changes = _contract.Changes()
+    changes = contract.Changes()
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     _fsdp2.place_buffers(model, changes)
     seen = [type(group._all_gather_comm).__name__]
@@ -224,7 +225,7 @@ def with_flag(rank: int, world_size: int, flag: Any, options: dict[str, Any]) ->
     accelerator = Fake()
     try:
         adapter._accelerator.apply(accelerator, options, adapter="accelerate")
-    except _contract.IntegrationError as error:
+    except contract.IntegrationError as error:
         return str(error)
     return Plugin.deepspeed_config["deepytorch"]
 
@@ -248,7 +249,7 @@ def enabled_on_rank_0(rank: int, world_size: int) -> str:
     agreement.HERE_LIMIT_S = 1.0  # a fresh process: put back with its end
     with process_state():
         plugin = adapter.DeepytorchPlugin(enabled=rank == 0)
-        with pytest.raises(_contract.IntegrationError) as error:
+        with pytest.raises(contract.IntegrationError) as error:
             Accelerator(cpu=True, kwargs_handlers=[plugin])
         return str(error.value)
 

@@ -21,7 +21,7 @@ import runpy
 import sys
 
 import deepytorch
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 sys.argv = sys.argv[1:]
 try:

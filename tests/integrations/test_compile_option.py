@@ -96,7 +96,7 @@ def left_alone(rank: int, world_size: int) -> list[Any]:
 
     from deepytorch.integrations import accelerate as adapter
     from deepytorch_core import compile as engine
-    from deepytorch_core import decisions
+    from deepytorch_core.base import decisions
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[adapter.DeepytorchPlugin()])
     models = [Stack(), Stack(), Stack()]
@@ -153,7 +153,7 @@ def with_deepspeed(rank: int, world_size: int) -> list[tuple[Any, ...]]:
     import deepspeed
 
     import deepytorch  # noqa: F401
-    from deepytorch_core import decisions
+    from deepytorch_core.base import decisions
 
     found = []
     for stage in (1, 3):

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import deepytorch
-from deepytorch.integrations import _around, _contract
-from deepytorch_core import agreement
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.integrations.common import around, contract
+from deepytorch_core.base import agreement
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 
@@ -32,7 +32,7 @@ class Owner:
 
 def test_changes_are_undone_in_reverse_order() -> None:
     owner, order = Owner(), []
-    changes = _contract.Changes()
+    changes = contract.Changes()
     changes.set(owner, "own", 2)
     changes.set(owner, "own", 3)
     changes.set(owner, "inherited", "of the object")
@@ -47,25 +47,25 @@ def test_changes_are_undone_in_reverse_order() -> None:
 
 def test_a_mark_belongs_to_one_object_and_goes_with_undo() -> None:
     module = torch.nn.Linear(2, 2)
-    changes = _contract.Changes()
+    changes = contract.Changes()
     changes.set(module, "forward", lambda x: x)
-    _contract.mark(module, "test", changes)
-    assert _contract.is_marked(module, "test")
-    assert not _contract.is_marked(torch.nn.Linear(2, 2), "test")
-    assert _contract.undo(module, "test")
-    assert not _contract.undo(module, "test")
+    contract.mark(module, "test", changes)
+    assert contract.is_marked(module, "test")
+    assert not contract.is_marked(torch.nn.Linear(2, 2), "test")
+    assert contract.undo(module, "test")
+    assert not contract.undo(module, "test")
     assert vars(module).keys() == vars(torch.nn.Linear(2, 2)).keys()
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_has_nothing_to_undo(again: Any) -> None:
     module = torch.nn.Linear(2, 2)
-    changes = _contract.Changes()
+    changes = contract.Changes()
     changes.set(module, "note", "changed")
-    _contract.mark(module, "test", changes)
+    contract.mark(module, "test", changes)
     copied = again(module)
-    assert not _contract.is_marked(copied, "test")
-    assert not _contract.undo(copied, "test")
+    assert not contract.is_marked(copied, "test")
+    assert not contract.undo(copied, "test")
     assert module.note == "changed"
 
 
@@ -79,11 +79,11 @@ class Acting:
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_has_the_method_of_its_class_again(again: Any) -> None:
     owner = Acting()
-    changes = _contract.Changes()
+    changes = contract.Changes()
     for _ in range(2):  # one around the other
         original = owner.act
         changes.set(owner, "act", lambda original=original: f"ours around {original()}")
-    _contract.mark(owner, "test", changes)
+    contract.mark(owner, "test", changes)
     assert owner.act() == "ours around ours around stock's first"
     copied = again(owner)
     copied.name = "second"
@@ -109,14 +109,14 @@ def asked_for(one: Any) -> list[str]:
 def test_a_wrong_version_is_one_line_with_the_remedy(
     distribution: str, versions: str, said: str
 ) -> None:
-    with pytest.raises(_contract.IntegrationError, match=said.replace("+", r"\+")) as error:
-        _contract.require(distribution, versions, tested="1.2.3")
+    with pytest.raises(contract.IntegrationError, match=said.replace("+", r"\+")) as error:
+        contract.require(distribution, versions, tested="1.2.3")
     assert f"pip install '{distribution}==1.2.3'" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_the_installed_version_passes() -> None:
-    _contract.require("torch", ">=2.11", tested="2.13.0")
+    contract.require("torch", ">=2.11", tested="2.13.0")
 
 
 def stock_group() -> None:
@@ -127,7 +127,7 @@ def stock_group() -> None:
 
 def join_and_leave(rank: int, world_size: int) -> tuple[str, int, str]:
     stock_group()
-    joined = _contract.join("test", {"collectives": "native"})
+    joined = contract.join("test", {"collectives": "native"})
     value = torch.full((1000,), float(rank))
     dist.all_reduce(value)
     assert value[0].item() == sum(range(world_size))
@@ -144,8 +144,8 @@ def test_join_upgrades_the_group_that_exists_and_leave_gives_it_back() -> None:
 
 def join_with(rank: int, world_size: int, given: list[dict[str, Any]]) -> tuple[str, str, bool]:
     stock_group()
-    with pytest.raises(_contract.IntegrationError) as error:
-        _contract.join("test", given[rank])
+    with pytest.raises(contract.IntegrationError) as error:
+        contract.join("test", given[rank])
     return str(error.value), serving_name(), deepytorch.is_active()
 
 
@@ -177,12 +177,12 @@ def join_with_own(rank: int, world_size: int, own: list[Any]) -> str | dict[str,
 
     def check() -> dict[str, Any]:
         if isinstance(own[rank], str):
-            raise _contract.IntegrationError(own[rank])
+            raise contract.IntegrationError(own[rank])
         return own[rank]
 
     try:
-        return _contract.join("test", own=check).options.to_dict()
-    except _contract.IntegrationError as error:
+        return contract.join("test", own=check).options.to_dict()
+    except contract.IntegrationError as error:
         assert not deepytorch.is_active()
         return str(error)
 
@@ -203,15 +203,15 @@ def join_on_rank_0(rank: int, world_size: int, served: bool) -> str | None:
         dist.all_reduce(torch.ones(1))
     else:
         stock_group()
-    _contract.here_limit_s = lambda: 0.5 if not served else 3.0
+    contract.here_limit_s = lambda: 0.5 if not served else 3.0
     if rank == 1:
         rank_store("done").get("rank 0")
         return None
     with (
         contextlib.redirect_stderr(io.StringIO()) as said,
-        pytest.raises(_contract.IntegrationError) as error,
+        pytest.raises(contract.IntegrationError) as error,
     ):
-        _contract.join("test")
+        contract.join("test")
     rank_store("done").set("rank 0", "1")
     return f"{said.getvalue()}{error.value}"
 
@@ -232,10 +232,10 @@ def join_beside(rank: int, world_size: int) -> str:
     """Rank 0 alone calls the adapter, while rank 1 waits for it in a collective."""
     dist.init_process_group("cpu:deepytorch")
     dist.all_reduce(torch.ones(1))
-    agreement.PATIENCE_S, _contract._LOOK_S = 1.0, 0.2
+    agreement.PATIENCE_S, contract._LOOK_S = 1.0, 0.2
     if rank == 0:
-        with pytest.raises(_contract.IntegrationError) as error:
-            _contract.join("test")
+        with pytest.raises(contract.IntegrationError) as error:
+            contract.join("test")
         dist.barrier()
         return str(error.value)
     dist.barrier()
@@ -256,12 +256,12 @@ def join_late(rank: int, world_size: int) -> bool:
     side = dist.new_group()
     dist.all_reduce(torch.ones(1), group=side)
     dist.all_reduce(torch.ones(1))
-    agreement.PATIENCE_S, _contract._LOOK_S = 0.5, 0.2
+    agreement.PATIENCE_S, contract._LOOK_S = 0.5, 0.2
     saving = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=side))
     if rank == 1:
         saving.start()
         time.sleep(3)
-    joined = _contract.join("test")
+    joined = contract.join("test")
     if rank == 0:
         saving.start()
     saving.join()
@@ -274,7 +274,7 @@ def test_a_rank_that_is_only_late_is_waited_for() -> None:
 
 def join_switched_off(rank: int, world_size: int) -> tuple[bool, str]:
     stock_group()
-    joined = _contract.join("test", {"enabled": True})
+    joined = contract.join("test", {"enabled": True})
     return joined.options.enabled, serving_name()
 
 
@@ -284,8 +284,8 @@ def test_the_off_switch_wins() -> None:
 
 
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
-    with pytest.raises(_contract.IntegrationError, match="call init_process_group"):
-        _contract.join("test")
+    with pytest.raises(contract.IntegrationError, match="call init_process_group"):
+        contract.join("test")
 
 
 def train_workload(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, Any]:
@@ -342,22 +342,22 @@ def loud(original: Any, owner: Any, what: str) -> str:
 
 def test_calls_of_one_object_go_around_with_the_last_outermost() -> None:
     stock, owner, other = Calling.act, Calling(), Calling()
-    changes = _contract.Changes()
+    changes = contract.Changes()
     changes.around(owner, "act", twice)
     changes.around(owner, "act", loud)
     assert owner.act("here") == owner.act(what="here") == "Calling HERE and Calling HERE"
     assert other.act("here") == copy.deepcopy(owner).act("here") == "Calling here"
     assert vars(owner) == vars(other) == {}
     assert owner.act.__doc__ == "Says who acted."
-    assert _around.is_put(owner, "act")
+    assert around.is_put(owner, "act")
     changes.undo()
     assert Calling.act is stock
-    assert not _around.is_put(owner, "act")
+    assert not around.is_put(owner, "act")
 
 
 def test_a_method_that_calls_its_parents_is_gone_around_once() -> None:
     stock, owner, above = CallingBelow.act, CallingBelow(), Calling()
-    changes = _contract.Changes()
+    changes = contract.Changes()
     changes.around(owner, "act", twice)
     changes.around(above, "act", twice)
     assert owner.act("here") == "below: CallingBelow here and below: CallingBelow here"
@@ -369,7 +369,7 @@ def test_a_method_that_calls_its_parents_is_gone_around_once() -> None:
 def test_what_somebody_put_on_the_object_is_gone_around_too() -> None:
     owner = Calling()
     owner.act = lambda what: f"mine {what}"  # type: ignore[method-assign]
-    changes = _contract.Changes()
+    changes = contract.Changes()
     changes.around(owner, "act", twice)
     assert owner.act("here") == "mine here and mine here"
     changes.undo()
@@ -377,9 +377,9 @@ def test_what_somebody_put_on_the_object_is_gone_around_too() -> None:
 
 
 def test_going_around_keeps_nothing_alive() -> None:
-    owner, changes = Calling(), _contract.Changes()
+    owner, changes = Calling(), contract.Changes()
     changes.around(owner, "act", twice)
-    _contract.mark(owner, "test", changes)
+    contract.mark(owner, "test", changes)
     kept, method = weakref.ref(owner), owner.act
     del owner
     assert method("here") == "Calling here and Calling here"

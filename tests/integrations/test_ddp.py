@@ -16,8 +16,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import deepytorch
 from deepytorch.integrations import ddp
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 STEPS = 20

@@ -17,8 +17,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
-from deepytorch.integrations import _bucket_tuning, _buckets, ddp
-from deepytorch.integrations._buckets import MIB, Layout
+from deepytorch.integrations import ddp
+from deepytorch.integrations.ddp import bucket_tuning, buckets
+from deepytorch.integrations.ddp.buckets import MIB, Layout
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 Wrap = Callable[..., Any]
@@ -69,12 +70,12 @@ def relaid(rank: int, world_size: int, kwargs: dict[str, Any], compress: str | N
     expected = job().steps(20)
     changed = job()
     attributes = set(vars(changed.model))
-    parameters = _buckets.reduced_parameters(changed.model)
+    parameters = buckets.reduced_parameters(changed.model)
     for number in range(20):
         if number % 5 == 3:  # also between the steps of an accumulation
             size = 40_000 * (number // 5 + 1)
-            _buckets.rebuild(changed.model, parameters, Layout(size // 4, size))
-            assert _buckets.layout_of(changed.model) == Layout(size // 4, size)
+            buckets.rebuild(changed.model, parameters, Layout(size // 4, size))
+            assert buckets.layout_of(changed.model) == Layout(size // 4, size)
         changed.step()
         if number % 5 == 0 and number > 0:
             in_use = changed.model._get_ddp_logging_data()
@@ -109,14 +110,14 @@ class FakeClock:
         self._model, self._quick, self._now = model, quick, 0.0
 
     def perf_counter(self) -> float:
-        is_quick = _buckets.layout_of(self._model) == self._quick
+        is_quick = buckets.layout_of(self._model) == self._quick
         self._now += 0.4 if is_quick else 0.5
         return self._now
 
 
 def start_tuning(model: Any, options: dict[str, Any], quick: Layout | None) -> None:
-    _bucket_tuning.candidates = lambda *_: LAYOUTS  # type: ignore[assignment]
-    _bucket_tuning.time = FakeClock(model, quick)  # type: ignore[assignment]
+    bucket_tuning.candidates = lambda *_: LAYOUTS  # type: ignore[assignment]
+    bucket_tuning.time = FakeClock(model, quick)  # type: ignore[assignment]
     ddp.tune_buckets(model, **options)
 
 
@@ -129,7 +130,7 @@ def tune(rank: int, world_size: int, options: dict[str, Any], quick: Layout | No
     steps = (3 if quick is None else 5) * 8
     expected = Job(make_ddp(), rank).steps(steps + 3)
     job = Job(make_ddp(), rank)
-    base = _buckets.layout_of(job.model)
+    base = buckets.layout_of(job.model)
     start_tuning(job.model, options, quick)
     ddp.tune_buckets(job.model, **options)
     assert len(job.model._forward_pre_hooks) == 1
@@ -137,14 +138,14 @@ def tune(rank: int, world_size: int, options: dict[str, Any], quick: Layout | No
     assert job.model._forward_pre_hooks
     job.steps(3)
     assert not job.model._forward_pre_hooks
-    chosen = _buckets.layout_of(job.model)
+    chosen = buckets.layout_of(job.model)
     assert job.losses == expected
     assert_same_on_all_ranks(str(chosen), "chosen")
     decision = deepytorch.report().decisions[-1]
     report = str(deepytorch.report())
     assert ddp.undo(job.model)
     assert not ddp.undo(job.model)
-    assert _buckets.layout_of(job.model) == base
+    assert buckets.layout_of(job.model) == base
     job.steps(2)
     return base, chosen, decision, report
 
@@ -180,7 +181,7 @@ def interrupted(rank: int, world_size: int, options: dict[str, Any]) -> None:
             assert copy.deepcopy(job.model).module is not job.model.module
             del copied
     assert not job.model._forward_pre_hooks
-    assert _buckets.layout_of(job.model) == LAYOUTS[0]
+    assert buckets.layout_of(job.model) == LAYOUTS[0]
     assert_same_on_all_ranks(job.model.module.state_dict()["0.weight"], "weights")
 
 
@@ -292,7 +293,7 @@ def swapped(rank: int, world_size: int, options: dict[str, Any]) -> None:
             layers[2].requires_grad_(number >= 20)
             job.step()
         assert not hooked(model)
-        return weights([model]), set(_buckets.reduced_parameters(model)), layers[1]
+        return weights([model]), set(buckets.reduced_parameters(model)), layers[1]
 
     stock, _, _ = trained(tunes=False)
     tuned, reduced, unfrozen = trained(tunes=True)
@@ -307,13 +308,13 @@ def test_what_was_frozen_when_it_was_wrapped_is_not_reduced_later(tmp_path: Path
 
 def joined(rank: int, world_size: int, options: dict[str, Any]) -> None:
     job = Job(ddp.prepare_ddp(make_model(), **options), rank)
-    base = _buckets.layout_of(job.model)
+    base = buckets.layout_of(job.model)
     start_tuning(job.model, options, LAYOUTS[0])
     job.steps(10)
-    assert _buckets.layout_of(job.model) == LAYOUTS[0]
+    assert buckets.layout_of(job.model) == LAYOUTS[0]
     with Join([job.model]):
         job.steps(3 + 4 * rank)
-    assert _buckets.layout_of(job.model) == base
+    assert buckets.layout_of(job.model) == base
     assert deepytorch.report().decisions[-1]["reason"].endswith("a join context began")
     assert "join_hook" not in vars(job.model)
     assert not job.model._forward_pre_hooks
@@ -341,7 +342,7 @@ def compiled(rank: int, world_size: int, options: dict[str, Any]) -> None:
             job.model.no_sync = no_sync
         assert job.steps(45) == pytest.approx(expected, rel=1e-6)
         assert not model._forward_pre_hooks
-        assert _buckets.layout_of(model) == LAYOUTS[1]
+        assert buckets.layout_of(model) == LAYOUTS[1]
 
 
 def test_compiled_modules(tmp_path: Path) -> None:
@@ -367,9 +368,9 @@ def test_nothing_is_measured_where_it_shall_not_or_need_not() -> None:
 
 def test_candidates() -> None:
     default = Layout(MIB, 25 * MIB)
-    assert _bucket_tuning.candidates(MIB // 2, default) == []
-    assert [str(one) for one in _bucket_tuning.candidates(3 * MIB, default)] == ["3+3 MiB"]
-    assert [str(one) for one in _bucket_tuning.candidates(30 * MIB, default)] == [
+    assert bucket_tuning.candidates(MIB // 2, default) == []
+    assert [str(one) for one in bucket_tuning.candidates(3 * MIB, default)] == ["3+3 MiB"]
+    assert [str(one) for one in bucket_tuning.candidates(30 * MIB, default)] == [
         "1+4 MiB",
         "4+4 MiB",
         "1+16 MiB",
@@ -377,6 +378,6 @@ def test_candidates() -> None:
         "1+30 MiB",
         "30+30 MiB",
     ]
-    assert default not in _bucket_tuning.candidates(1 << 30, default)
+    assert default not in bucket_tuning.candidates(1 << 30, default)
     small = Layout(MIB // 4, MIB // 4)
-    assert _bucket_tuning.candidates(MIB // 2, small) == [Layout(MIB // 2, MIB // 2)]
+    assert bucket_tuning.candidates(MIB // 2, small) == [Layout(MIB // 2, MIB // 2)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import run_program, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

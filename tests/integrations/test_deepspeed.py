@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 import deepytorch
-from deepytorch.integrations import _contract, _deepspeed_buckets
 from deepytorch.integrations import deepspeed as adapter
-from deepytorch_core import deepspeed_flag
-from deepytorch_core.c10d_patches import serving_name
-from deepytorch_core.patching import original_of
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.deepspeed import buckets
+from deepytorch_core.base.patching import original_of
+from deepytorch_core.c10d import deepspeed_flag
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 # One fixture trains in every mode, also on a busy machine.
@@ -183,7 +184,7 @@ def flag_wherever_it_is(folder: Path) -> dict[str, list[Any]]:
 
     path = str(folder / f"ds_config_{dist.get_rank()}.json")
     Path(path).write_text("# Hjson takes comments\n" + json.dumps(flagged(tune="force")))
-    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
     given = flagged(tune="force")
     text = json.dumps(given)
     args = Arguments(path)
@@ -213,7 +214,7 @@ def flag_wherever_it_is(folder: Path) -> dict[str, list[Any]]:
 
 
 def bucket_sizes(folder: Path) -> list[tuple[int, int, int]]:
-    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
     measured = []
     for options, sizes in (
         ({"tune": "force"}, {"reduce_bucket_size": 12345}),
@@ -406,10 +407,10 @@ def fail_with(rank: int, world_size: int, sections: list[Any]) -> tuple[str, str
     deepspeed_flag.arm("test")
     section = sections[rank]
     if None in sections:
-        _contract.here_limit_s = lambda: 0.5
+        contract.here_limit_s = lambda: 0.5
     if section is None:
         return "", serving_name()
-    with pytest.raises(_contract.IntegrationError) as error:
+    with pytest.raises(contract.IntegrationError) as error:
         engine({**configuration(), "deepytorch": section})
     assert not deepytorch.is_active()
     return str(error.value), serving_name()
@@ -458,7 +459,7 @@ def flag_on_rank_0(rank: int, world_size: int, how: str) -> str:
     given = flagged() if rank == 0 or how == "switched off" else configuration()
     if how == "switched off":
         deepspeed_flag.switched_off = lambda: rank == 1
-    with pytest.raises(_contract.IntegrationError) as error:
+    with pytest.raises(contract.IntegrationError) as error:
         engine(given, adapter.initialize if how == "switched off" else deepspeed.initialize)
     return str(error.value)
 
@@ -507,8 +508,8 @@ def test_switched_off_is_stock(deepspeeds_ranks: dict[str, Any]) -> None:
 
 
 def test_a_version_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_contract.metadata, "version", lambda name: "0.99.1")
-    with pytest.raises(_contract.IntegrationError) as error:
+    monkeypatch.setattr(contract.metadata, "version", lambda name: "0.99.1")
+    with pytest.raises(contract.IntegrationError) as error:
         adapter.initialize(model=model(), config=configuration())
     assert f"deepspeed 0.99.1 is not known to this adapter, which is for {adapter.VERSIONS}" in str(
         error.value
@@ -518,10 +519,10 @@ def test_a_version_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_deepspeed_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        raise _contract.metadata.PackageNotFoundError(name)
+        raise contract.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(_contract.metadata, "version", version)
-    with pytest.raises(_contract.IntegrationError, match="pip install 'deepspeed=="):
+    monkeypatch.setattr(contract.metadata, "version", version)
+    with pytest.raises(contract.IntegrationError, match="pip install 'deepspeed=="):
         adapter.initialize(model=model(), config=configuration())
 
 

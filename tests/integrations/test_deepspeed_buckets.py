@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch.integrations import _deepspeed_buckets
-from deepytorch_core import config
+from deepytorch.integrations.deepspeed import buckets
+from deepytorch_core.base import config
 from deepytorch_core.testing import spawn_ranks
 
 
@@ -26,19 +26,19 @@ from deepytorch_core.testing import spawn_ranks
     ],
 )
 def test_the_smallest_of_the_good_sizes_is_chosen(times: dict[int, float], chosen: int) -> None:
-    assert _deepspeed_buckets.smallest_good(times) == chosen
+    assert buckets.smallest_good(times) == chosen
 
 
 def test_a_second_bucket_for_a_few_elements_is_not_worth_its_own_cost() -> None:
     total = (1 << 22) + 1000
     # As fast for each element with both sizes; only what DeepSpeed does for a bucket differs.
     sizes = {1 << 22: 80e-6, 1 << 24: 80e-6}
-    times = {size: _deepspeed_buckets.step_s(total, size, call) for size, call in sizes.items()}
-    assert _deepspeed_buckets.smallest_good(times) == 1 << 24
+    times = {size: buckets.step_s(total, size, call) for size, call in sizes.items()}
+    assert buckets.smallest_good(times) == 1 << 24
 
 
 def test_what_a_larger_call_takes_goes_on_like_the_largest_two() -> None:
-    further = _deepspeed_buckets.further
+    further = buckets.further
     assert further({10: 9.0, 100: 2.0, 200: 3.0}, 400) == pytest.approx(5.0)
     assert further({100: 3.0, 200: 2.0}, 400) == pytest.approx(2.0)  # noise: no faster than seen
 
@@ -51,12 +51,9 @@ def sizes_of_a_model(total: int, call_us: float) -> list[list[int]]:
         return elements / (1 << 26) * call_us * 1e-6, 0.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_deepspeed_buckets, "_call", lambda _, elements, kind: elements)
-        patch.setattr(_deepspeed_buckets, "_measure", took)
-        found = [
-            _deepspeed_buckets._choose("all_reduce", total, kind, waits=waits)
-            for waits in (True, False)
-        ]
+        patch.setattr(buckets, "_call", lambda _, elements, kind: elements)
+        patch.setattr(buckets, "_measure", took)
+        found = [buckets._choose("all_reduce", total, kind, waits=waits) for waits in (True, False)]
     return [[one.elements, one.beside] for one in found]
 
 
@@ -65,7 +62,7 @@ def sizes_of_a_model(total: int, call_us: float) -> list[list[int]]:
     [
         # Stock has one bucket: a second one, for want of some thousands, would cost as much again.
         ((1 << 26) + 8832, 1000.0, (1 << 26) + 8832, 1 << 26),
-        (13 * 10**9, 1000.0, _deepspeed_buckets.DEFAULT, 1 << 26),
+        (13 * 10**9, 1000.0, buckets.DEFAULT, 1 << 26),
         # A link so slow that a bucket's own cost is lost in it: small ones take less memory.
         (13 * 10**9, 60_000.0, 1 << 24, 1 << 24),
         (50_000_000, 1000.0, 1 << 26, 1 << 26),
@@ -79,9 +76,9 @@ def test_stocks_size_is_a_candidate_where_the_backward_pass_waits(
 
 def sizes_after_slow_starts(rank: int, world_size: int) -> str:
     """The reason of a choice where a collective's first call takes longer than is measured."""
-    _deepspeed_buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
-    _deepspeed_buckets._LIMIT_S = 0.3
-    made = _deepspeed_buckets._call
+    buckets.CANDIDATES = (1 << 8, 1 << 10, 1 << 12)
+    buckets._LIMIT_S = 0.3
+    made = buckets._call
 
     def slow_at_first(*args: Any) -> Callable[[], object]:
         call, calls = made(*args), itertools.count()
@@ -92,9 +89,9 @@ def sizes_after_slow_starts(rank: int, world_size: int) -> str:
 
         return first_slowly
 
-    _deepspeed_buckets._call = slow_at_first
+    buckets._call = slow_at_first
     kind = torch.float32, torch.device("cpu")
-    return _deepspeed_buckets._choose("all_reduce", 1 << 14, kind).reason
+    return buckets._choose("all_reduce", 1 << 14, kind).reason
 
 
 def test_what_a_first_call_sets_up_does_not_end_the_search() -> None:
@@ -129,7 +126,7 @@ def ways_of_gradients(rank: int, world_size: int) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "reduce", reduce)
             patch.setattr(dist, "all_reduce", all_reduce)
-            filled = _deepspeed_buckets.fill_bucket_sizes(
+            filled = buckets.fill_bucket_sizes(
                 {"zero_optimization": zero}, model, config.current(), torch.device("cpu")
             )
         seen.append(filled["zero_optimization"].get(key))
@@ -162,7 +159,7 @@ def test_an_overlap_is_tried_where_nothing_speaks_against_it(
     zero: dict[str, Any], device: str, is_open: bool
 ) -> None:
     configuration = {"zero_optimization": zero}
-    assert _deepspeed_buckets._is_overlap_open(configuration, torch.device(device)) == is_open
+    assert buckets._is_overlap_open(configuration, torch.device(device)) == is_open
 
 
 def test_an_overlap_needs_a_deepspeed_whose_reduction_waits_for_all_streams(
@@ -188,12 +185,12 @@ def ways_where_an_overlap_is_open(rank: int, world_size: int) -> list[Any]:
             return wins
 
         with pytest.MonkeyPatch.context() as patch:
-            bucket = _deepspeed_buckets._Bucket
-            patch.setattr(_deepspeed_buckets, "_is_overlap_open", lambda *_: True)
+            bucket = buckets._Bucket
+            patch.setattr(buckets, "_is_overlap_open", lambda *_: True)
             patch.setattr(bucket, "measure_to_all", lambda _: 2.0)
             patch.setattr(bucket, "measure_to_owners", lambda _: 1.0)
             patch.setattr(bucket, "is_faster_beside", is_faster_beside)
-            zero = _deepspeed_buckets.fill_bucket_sizes(
+            zero = buckets.fill_bucket_sizes(
                 {"zero_optimization": {"stage": 2, "reduce_bucket_size": size}},
                 torch.nn.Linear(64, 100),
                 config.current(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import free_port, run_program, run_script
 
 # Each job takes seconds to start, and many more of them on a busy machine.

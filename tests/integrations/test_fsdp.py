@@ -25,8 +25,9 @@ from torch.distributed.fsdp import (
 )
 
 import deepytorch
-from deepytorch.integrations import _fsdp_trial, fsdp
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.integrations import fsdp
+from deepytorch.integrations.fsdp import trial as _fsdp_trial
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 STEPS = 20  # as many as FSDP2's measurement takes

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 import deepytorch
-from deepytorch.integrations import _groups, fsdp
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch_core.c10d_patches import serving_name
-from deepytorch_core.config import Options
+from deepytorch.integrations import fsdp
+from deepytorch.integrations.common import groups
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 
@@ -160,9 +161,9 @@ def on_cuda(rank: int, world_size: int) -> list[str]:
     said, cuda = [], torch.device("cuda")
     for group in (dist.group.WORLD, dist.new_group(backend="cpu:gloo")):
         assert isinstance(group, dist.ProcessGroup)
-        _groups.require_served("x", group, cuda, Options(collectives="stock"))
+        groups.require_served("x", group, cuda, Options(collectives="stock"))
         with pytest.raises(IntegrationError) as error:
-            _groups.require_served("x", group, cuda, Options())
+            groups.require_served("x", group, cuda, Options())
         said.append(str(error.value))
     return said
 

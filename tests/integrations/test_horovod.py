@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import deepytorch
 import deepytorch.integrations.horovod as hvd
-from deepytorch.integrations._horovod_common import Placement
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.integrations.common.horovod_common import Placement
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepytorch.integrations._contract import IntegrationError
-from deepytorch.integrations._horovod_arrays import ArrayWorld
-from deepytorch.integrations._horovod_common import HorovodInternalError, ReduceOp
-from deepytorch.integrations._horovod_rendezvous import LocalStore, local_store
+from deepytorch.integrations.common.contract import IntegrationError
+from deepytorch.integrations.common.horovod_arrays import ArrayWorld
+from deepytorch.integrations.common.horovod_common import HorovodInternalError, ReduceOp
+from deepytorch.integrations.common.horovod_rendezvous import LocalStore, local_store
 from deepytorch_core import _core
-from deepytorch_core.launchers import Launched
+from deepytorch_core.base.launchers import Launched
 from deepytorch_core.testing import RankError, spawn_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -219,7 +219,7 @@ def write_and_die(folder: str) -> None:
     """In a process of its own, which leaves the files of a killed rank."""
     code = (
         "import os, pathlib, signal, sys\n"
-        "from deepytorch.integrations._horovod_rendezvous import LocalStore\n"
+        "from deepytorch.integrations.common.horovod_rendezvous import LocalStore\n"
         "LocalStore(pathlib.Path(sys.argv[1])).set('mark', b'dead')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -233,7 +233,7 @@ def test_what_a_killed_process_set_is_for_those_that_ran_then(tmp_path: Path) ->
     assert LocalStore(tmp_path).get_alive("mark", 0) is None
     code = (
         "import pathlib, sys\n"
-        "from deepytorch.integrations._horovod_rendezvous import LocalStore\n"
+        "from deepytorch.integrations.common.horovod_rendezvous import LocalStore\n"
         "print(LocalStore(pathlib.Path(sys.argv[1])).get('mark', 0))\n"
     )
     started_again = [sys.executable, "-c", code, str(tmp_path)]
@@ -293,7 +293,7 @@ def test_torchrun_jobs_without_an_id_have_folders_of_their_own(
     assert len(list(user.iterdir())) == 2
 
 
-@pytest.mark.parametrize("module", ["_horovod_arrays", "_horovod_common"])
+@pytest.mark.parametrize("module", ["common.horovod_arrays", "common.horovod_common"])
 def test_torch_is_not_imported(module: str) -> None:
     code = (
         f"import sys, deepytorch.integrations.{module}\n"

@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import deepytorch
 import deepytorch.integrations.horovod as hvd
-from deepytorch_core import config
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.base import config
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
 

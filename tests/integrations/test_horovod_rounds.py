@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepytorch.integrations.horovod as hvd
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 
 NAMES = [f"layer.{number}" for number in range(7)]

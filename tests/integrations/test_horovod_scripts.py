@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
-from deepytorch_core.launchers import Launched
+from deepytorch_core.base import config
+from deepytorch_core.base.launchers import Launched
 from deepytorch_core.testing import free_port, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

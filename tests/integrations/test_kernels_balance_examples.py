@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import run_program
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

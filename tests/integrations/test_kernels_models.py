@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 import deepytorch
-from deepytorch.integrations import _causal_loss, _liger
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as transformers_adapter
-from deepytorch_core import decisions
+from deepytorch.integrations.kernels import causal_loss, liger
+from deepytorch_core.base import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.nn.weight_changes import steps
@@ -143,13 +143,13 @@ def test_kernels_replace_rope_once_for_all_models_and_give_it_back() -> None:
         return given
 
     space = types.SimpleNamespace(apply_rotary_pos_emb=stock)
-    kernel = _liger.LigerRope()
+    kernel = liger.LigerRope()
     models = [Rotary() for _ in range(3)]
     cpu = torch.device("cpu")
     undos = [kernel.apply(space, Setting(model=model, device=cpu)) for model in models]
     ours = space.apply_rotary_pos_emb
     assert ours.__wrapped__ is stock
-    assert _liger._stock_of(ours) is stock
+    assert liger._stock_of(ours) is stock
     undos[0]()
     undos[0]()
     models.pop()
@@ -157,7 +157,7 @@ def test_kernels_replace_rope_once_for_all_models_and_give_it_back() -> None:
     assert space.apply_rotary_pos_emb is ours
     undos[1]()
     assert space.apply_rotary_pos_emb is stock
-    assert not _liger._rotations
+    assert not liger._rotations
     undo = kernel.apply(space, Setting(model=models[0], device=cpu))
     space.apply_rotary_pos_emb = print  # somebody else's, which stays
     undo()
@@ -194,7 +194,7 @@ def test_kernels_say_when_logits_are_read_too_late() -> None:
 
 def test_kernels_nobody_asked_for_give_logits_after_the_step_too() -> None:
     model, stock = build("llama"), build("llama")
-    _causal_loss.ChunkedLoss().apply(model, Setting(model=model, device=torch.device("cpu")))
+    causal_loss.ChunkedLoss().apply(model, Setting(model=model, device=torch.device("cpu")))
     head = vars(model.get_output_embeddings())["forward"]
     head.watches = 0
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, stock)]
@@ -246,11 +246,11 @@ def test_kernels_leave_logits_readable_after_a_step_of_other_weights() -> None:
 
 def test_kernels_auto_watches_a_pass_again_in_a_checkpoint_of_the_model() -> None:
     ours, stock = build("llama"), build("llama")
-    _causal_loss.ChunkedLoss().apply(
+    causal_loss.ChunkedLoss().apply(
         ours, Setting(model=ours, device=torch.device("cpu"), mode="auto")
     )
     ours(**batch())  # so that watching ends between a pass and its second time
-    for step in range(_causal_loss.WATCHED + 2):
+    for step in range(causal_loss.WATCHED + 2):
         for model in (ours, stock):
             given = batch(step)
             loss = checkpoint(lambda m, g: m(**g).loss, model, given, use_reentrant=False)
@@ -265,9 +265,9 @@ def test_kernels_auto_watches_a_pass_again_in_a_checkpoint_of_the_model() -> Non
 def test_kernels_auto_watches_whether_somebody_reads_the_logits(reads: bool) -> None:
     ours, stock = build("llama"), build("llama")
     setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
-    undo = _causal_loss.ChunkedLoss().apply(ours, setting)
+    undo = causal_loss.ChunkedLoss().apply(ours, setting)
     forward = ours.lm_head.forward
-    for step in range(_causal_loss.WATCHED + 2):
+    for step in range(causal_loss.WATCHED + 2):
         output = assert_same_training(ours, stock, num_items_in_batch=9)
         if reads and step == 1:
             torch.testing.assert_close(output.logits.detach(), stock(**batch()).logits.detach())
@@ -287,7 +287,7 @@ def test_kernels_auto_leaves_a_head_whose_parameters_may_be_sharded(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     ours, stock = build("llama"), build("llama")
     setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
-    _causal_loss.ChunkedLoss().apply(ours, setting)
+    causal_loss.ChunkedLoss().apply(ours, setting)
     ours.lm_head.weight = nn.Parameter(ours.lm_head.weight.detach().clone())
     output = assert_same_training(ours, stock)
     assert type(output.logits) is torch.Tensor
@@ -298,7 +298,7 @@ def test_kernels_auto_leaves_a_head_whose_parameters_may_be_sharded(
 def test_kernels_go_on_with_a_head_that_was_untied(mode: str) -> None:
     ours, stock = build("llama, tied"), build("llama, tied")
     setting = Setting(model=ours, device=torch.device("cpu"), mode=mode)
-    _causal_loss.ChunkedLoss().apply(ours, setting)
+    causal_loss.ChunkedLoss().apply(ours, setting)
     if mode == "auto":
         ours.lm_head.forward.watches = 0
     before = ours(**batch())
@@ -446,7 +446,7 @@ def test_kernels_under_autocast_keep_accelerates_float32_outputs() -> None:
     finally:
         assert accelerate_adapter.undo(accelerator)
     assert not any("forward" in vars(one) for one in ours.model.modules())
-    assert not isinstance(ours.lm_head.forward, _causal_loss.HeadForward)
+    assert not isinstance(ours.lm_head.forward, causal_loss.HeadForward)
 
 
 class Rows(torch.utils.data.Dataset[Any]):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from deepytorch.integrations import _late_filter, _seams
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.patching import Patches
+from deepytorch.integrations.seams import arm as seams
+from deepytorch.integrations.seams import late_filter
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import Patches
 
 STEPS = 12
 NOT_NUMBERS = {0: math.nan, 3: math.inf, 4: -math.inf, 9: math.nan, 10: math.nan}
@@ -64,20 +65,20 @@ def train(folder: Path, trainer_class: type[Trainer] = Trainer, **how: Any) -> l
 def filtered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The losses that were filtered late, on the CPU as on a GPU."""
     seen: list[Tensor] = []
-    stock = _late_filter._filtered
+    stock = late_filter._filtered
 
     def note(total: Tensor, loss: Any) -> Tensor:
         seen.append(loss)
         return stock(total, loss)
 
-    monkeypatch.setattr(_late_filter, "_is_waited_for", lambda loss: True)
-    monkeypatch.setattr(_late_filter, "_filtered", note)
+    monkeypatch.setattr(late_filter, "_is_waited_for", lambda loss: True)
+    monkeypatch.setattr(late_filter, "_filtered", note)
     return seen
 
 
 def with_ours(act: Callable[[], Any]) -> Any:
     patches = Patches()
-    patches.replace(Trainer, "training_step", _seams._stepping)
+    patches.replace(Trainer, "training_step", seams._stepping)
     try:
         return act()
     finally:
@@ -135,7 +136,7 @@ def test_a_late_loss_is_a_tensor_like_any_other(filtered: list[Tensor]) -> None:
 
     Known.training_step.__module__ = "transformers.trainer"
     loss = torch.tensor(2.5, dtype=torch.float32)
-    late = _late_filter.late(Known(), loss)
+    late = late_filter.late(Known(), loss)
     assert type(late) is not Tensor
     assert late.item() == float(late) == 2.5
     for other in (late * 2, late.detach(), late.clone(), torch.stack([late, loss])):

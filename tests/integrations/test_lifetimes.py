@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch_core import activation, config, decisions
+from deepytorch_core.base import config, decisions
+from deepytorch_core.c10d import activation
 from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")

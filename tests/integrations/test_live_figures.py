@@ -18,9 +18,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import deepytorch
-from deepytorch.integrations import _around
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as adapter
+from deepytorch.integrations.common import around
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 OFF = {"compile": "off", "kernels": "off", "padding_free": "off", "tune": "off"}
@@ -201,14 +201,14 @@ def accelerator_logs(
         accelerator.log({"accuracy": 0.5}, step=3)
         accelerator.end_training()
         losses = deepytorch.report().course["losses"][known:]
-        logged = _around.is_put(accelerator, "log")
+        logged = around.is_put(accelerator, "log")
         accelerate_adapter.undo(accelerator)
         return {
             "values": values,
             "losses": losses,
             "events": events(folder) if rank == 0 else {},
             "scalars": scalars(folder) if rank == 0 else {},
-            "log": [logged, _around.is_put(accelerator, "log")],
+            "log": [logged, around.is_put(accelerator, "log")],
         }
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core import testing
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 HERE = Path(__file__).parent

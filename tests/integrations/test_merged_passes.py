@@ -26,11 +26,13 @@ from transformers import (
 )
 
 import deepytorch
-from deepytorch.integrations import _merged_passes, _padding_free, _seams
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import merged_passes
+from deepytorch.integrations.seams import arm as seams
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.patching import Patches
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import Patches
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 WIDTH, ROWS, VOCABULARY = 16, 23, 61
@@ -39,9 +41,9 @@ LARGE = 1 << 20
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_merged_passes, "WATCHED_STEPS", 0)
+    monkeypatch.setattr(merged_passes, "WATCHED_STEPS", 0)
     patches = Patches()
-    patches.replace(Trainer, "get_batch_samples", _seams._gathering)
+    patches.replace(Trainer, "get_batch_samples", seams._gathering)
     yield
     patches.undo()
 
@@ -209,7 +211,7 @@ def test_a_budget_bounds_each_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_without_memory_for_a_pass_no_step_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stock, failed = _merged_passes._Group.take, []
+    stock, failed = merged_passes._Group.take, []
 
     def take(group: Any, output: Any) -> Any:
         if group.num_tokens > 40:
@@ -217,7 +219,7 @@ def test_without_memory_for_a_pass_no_step_is_lost(
             raise torch.OutOfMemoryError("no memory")
         return stock(group, output)
 
-    monkeypatch.setattr(_merged_passes._Group, "take", take)
+    monkeypatch.setattr(merged_passes._Group, "take", take)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     passes = both(llama, tmp_path, monkeypatch)
     assert len(failed) in (1, 2)  # halved once, or twice
@@ -316,7 +318,7 @@ class Sometimes(Trainer):
 def test_calls_that_were_not_expected_lose_no_gradient(
     watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_merged_passes, "WATCHED_STEPS", watched)
+    monkeypatch.setattr(merged_passes, "WATCHED_STEPS", watched)
     monkeypatch.setattr(Sometimes, "number", 0)
     how = {"num_train_epochs": 5, "callbacks": [Restarts()]}
     passes = both(llama, tmp_path, monkeypatch, kind=Sometimes, **how)
@@ -332,7 +334,7 @@ class Restarts(TrainerCallback):
 def test_a_model_that_is_called_twice_is_seen_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_merged_passes, "WATCHED_STEPS", 2)
+    monkeypatch.setattr(merged_passes, "WATCHED_STEPS", 2)
     passes = both(llama, tmp_path, monkeypatch, kind=Doubled)
     assert len(passes) == 48
 
@@ -380,7 +382,7 @@ def test_a_cpu_shares_nothing_by_itself(
     model = llama()
     merged(model, budget, monkeypatch)
     trained(model, tmp_path, num_train_epochs=1)
-    forward = _padding_free.forward_of(model)
+    forward = padding_free.forward_of(model)
     assert forward is not None
     assert forward.merged is None
 
@@ -393,14 +395,14 @@ def of_two(rank: int, world_size: int, budget: int | str, folder: Path) -> Any:
     before = config._current
     config._current = Options(tokens_per_step=budget, log="error")
     patches = Patches()
-    patches.replace(Trainer, "get_batch_samples", _seams._gathering)
+    patches.replace(Trainer, "get_batch_samples", seams._gathering)
     try:
         torch.manual_seed(0)
         model = tied().double()
         assert pack_batches(model, "on")
-        _merged_passes.WATCHED_STEPS = 1
+        merged_passes.WATCHED_STEPS = 1
         seen, weights = trained(model, folder)
-        forward = _padding_free.forward_of(model)
+        forward = padding_free.forward_of(model)
         merged = None if forward is None else forward.merged
         return seen, weights, 0 if merged is None else merged.num_shared
     finally:

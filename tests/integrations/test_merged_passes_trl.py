@@ -14,22 +14,24 @@ import trl
 from accelerate.state import AcceleratorState, GradientState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
-from deepytorch.integrations import _merged_passes, _padding_free, _seams
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import merged_passes
+from deepytorch.integrations.seams import arm as seams
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch.recipes._data import byte_tokenizer
-from deepytorch_core import config
-from deepytorch_core.config import Options
-from deepytorch_core.patching import Patches
+from deepytorch.recipes.data.text import byte_tokenizer
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.patching import Patches
 
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    monkeypatch.setattr(_merged_passes, "WATCHED_STEPS", 1)
+    monkeypatch.setattr(merged_passes, "WATCHED_STEPS", 1)
     monkeypatch.setattr(config, "_current", Options(tokens_per_step=1 << 20, log="error"))
     patches = Patches()
-    patches.replace(Trainer, "get_batch_samples", _seams._gathering)
+    patches.replace(Trainer, "get_batch_samples", seams._gathering)
     yield
     patches.undo()
 
@@ -87,7 +89,7 @@ def trained(model: Any, folder: Path, *, is_merged: bool, **more: Any) -> list[d
     if is_merged:
         assert pack_batches(trainer.model, "on")
     trainer.train()
-    forward = _padding_free.forward_of(trainer.model)
+    forward = padding_free.forward_of(trainer.model)
     assert (forward is not None and forward.merged is not None) == is_merged
     if is_merged:
         assert forward is not None

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch.integrations import _offloaded_weights
-from deepytorch.integrations._contract import Changes
+from deepytorch.integrations.common.contract import Changes
+from deepytorch.integrations.seams import offloaded_weights
 
 SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, 65520.0, 3.4e38)
 TIES = (1.00390625, 1.01171875, 1.0 + 2**-11, 1.0 + 3 * 2**-11)  # half a last place of either type
@@ -18,11 +18,11 @@ TIES = (1.00390625, 1.01171875, 1.0 + 2**-11, 1.0 + 3 * 2**-11)  # half a last p
 @pytest.mark.parametrize("size", [12, 13, 1001])
 def test_the_bits_are_those_of_torchs_own_copy(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_ROUNDED", "_STAGED"):
-        monkeypatch.setattr(_offloaded_weights, name, 13)
+        monkeypatch.setattr(offloaded_weights, name, 13)
     generator = torch.Generator().manual_seed(size)
     exact = torch.randn(size, generator=generator) * 100
     exact[:12] = torch.tensor(SPECIAL + TIES)
-    copies = (_offloaded_weights.copy_to_host, _offloaded_weights.Staging().copy_to_device)
+    copies = (offloaded_weights.copy_to_host, offloaded_weights.Staging().copy_to_device)
     for dtype in (torch.bfloat16, torch.float16):
         stock = torch.empty(size, dtype=dtype)
         stock.copy_(exact)
@@ -65,10 +65,8 @@ def test_only_conversions_between_host_and_gpu_are_taken_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copied: list[str] = []
-    monkeypatch.setattr(_offloaded_weights, "copy_to_host", lambda *_: copied.append("down"))
-    monkeypatch.setattr(
-        _offloaded_weights.Staging, "copy_to_device", lambda *_: copied.append("up")
-    )
+    monkeypatch.setattr(offloaded_weights, "copy_to_host", lambda *_: copied.append("down"))
+    monkeypatch.setattr(offloaded_weights.Staging, "copy_to_device", lambda *_: copied.append("up"))
     half = torch.float16
     pairs = [
         (Flat("cpu", torch.bfloat16), Flat("cuda")),  # parameters on the host
@@ -81,7 +79,7 @@ def test_only_conversions_between_host_and_gpu_are_taken_over(
     ]
     optimizer = Optimizer(*map(list, zip(*pairs, strict=True)))
     changes = Changes()
-    _offloaded_weights.attach(optimizer, changes)
+    offloaded_weights.attach(optimizer, changes)
     ours = [("unflatten", number) for number in range(2)]
     assert updates(optimizer) == [*ours, *(("stock", number) for number in range(2, 7))]
     assert copied == ["down", "up"]
@@ -100,11 +98,11 @@ def test_only_conversions_between_host_and_gpu_are_taken_over(
 )
 def test_others_stay_as_they_are(optimizer: Any) -> None:
     before = dict(vars(optimizer)) if optimizer is not None else None
-    _offloaded_weights.attach(optimizer, Changes())
+    offloaded_weights.attach(optimizer, Changes())
     assert optimizer is None or vars(optimizer) == before
 
 
 def test_deepspeed_has_what_is_replaced() -> None:
     stage3 = pytest.importorskip("deepspeed.runtime.zero.stage3")
-    for name in (_offloaded_weights._UPDATE, "_unflatten_partitioned_parameters"):
+    for name in (offloaded_weights._UPDATE, "_unflatten_partitioned_parameters"):
         assert callable(getattr(stage3.DeepSpeedZeroOptimizer_Stage3, name))

@@ -17,9 +17,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from deepytorch.integrations import _packed_rows, _padding_free
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import packed_rows
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 
 LENGTHS = (5, 1, 9, 3)
 
@@ -111,7 +112,7 @@ def test_a_model_that_does_not_go_by_positions_is_left_alone() -> None:
     stock = copy.deepcopy(model)
     expected = trained(stock)
     assert pack_batches(model)
-    conventions = _padding_free.conventions(model)
+    conventions = padding_free.conventions(model)
     assert conventions is not None
     assert not conventions.by_position
     assert trained(model)[0] == pytest.approx(expected[0], rel=1e-9)
@@ -119,9 +120,9 @@ def test_a_model_that_does_not_go_by_positions_is_left_alone() -> None:
 
 def test_one_sequence_and_padded_batches_have_no_bounds() -> None:
     one = {"input_ids": torch.ones(1, 6, dtype=torch.int64), "position_ids": torch.arange(6)[None]}
-    assert _packed_rows.by_position(one) == {}
+    assert packed_rows.by_position(one) == {}
     masked = {**row(0), "attention_mask": torch.ones(1, sum(LENGTHS))}
-    assert _packed_rows.by_position(masked) == {}
-    found = _packed_rows.by_position(row(0))
+    assert packed_rows.by_position(masked) == {}
+    found = packed_rows.by_position(row(0))
     assert found["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18]
     assert found["max_length_q"] == 9

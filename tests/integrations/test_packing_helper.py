@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deepytorch.integrations import _packing_twin, _packing_watch, _padding_free
-from deepytorch.integrations._packing_helper import Helper
-from deepytorch_core import config, decisions
-from deepytorch_core.config import Options
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import packing_twin, packing_watch
+from deepytorch.integrations.padding_free.packing_helper import Helper
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 
 ENOUGH_S = 120.0
 
@@ -31,7 +32,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def helped(twin: bytes) -> dict[str, Any]:
-    helper = Helper(twin, config.child_environment(**_packing_watch._OF_HELPER), is_awaited=True)
+    helper = Helper(twin, config.child_environment(**packing_watch._OF_HELPER), is_awaited=True)
     helper.wait()
     assert helper.answer is not None
     return helper.answer
@@ -39,7 +40,7 @@ def helped(twin: bytes) -> dict[str, Any]:
 
 def test_a_helper_answers_what_a_twin_shows() -> None:
     model = llama()
-    found = helped(pickle.dumps(_packing_twin.describe(model, model)))["conventions"]
+    found = helped(pickle.dumps(packing_twin.describe(model, model)))["conventions"]
     assert found["shifted"]
     assert found["first_position"] is None
 
@@ -58,35 +59,35 @@ def test_a_training_goes_on_and_is_packed_once_the_helper_is_done(
 ) -> None:
     monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
     monkeypatch.setattr(decisions, "_made", [])
-    monkeypatch.setattr(_packing_watch.Watch, "_least_run_s", 0.0)
+    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 0.0)
     model, stock = llama(), llama()
-    _padding_free.watch(model)
+    padding_free.watch(model)
     expected = stock(**batch()).loss.item()
     steps, began = 0, time.monotonic()
     while not decisions.made() and time.monotonic() - began < ENOUGH_S:
         assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-5)
         steps += 1
     assert [one["chosen"] for one in decisions.made()] == ["packed"]
-    assert steps > _packing_watch._WATCHED
+    assert steps > packing_watch._WATCHED
     assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-5)
-    assert _padding_free.detach(model)
+    assert padding_free.detach(model)
 
 
 def test_a_model_that_goes_ends_its_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
-    monkeypatch.setattr(_packing_watch.Watch, "_least_run_s", 0.0)
+    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 0.0)
     helpers: list[Helper] = []
 
     def start(*args: Any, **kwargs: Any) -> Helper:
         helpers.append(Helper(*args, **kwargs))
         return helpers[-1]
 
-    monkeypatch.setattr(_packing_watch, "Helper", start)
+    monkeypatch.setattr(packing_watch, "Helper", start)
     model = llama()
-    _padding_free.watch(model)
-    for _ in range(_packing_watch._WATCHED + 1):
+    padding_free.watch(model)
+    for _ in range(packing_watch._WATCHED + 1):
         model(**batch())
     (helper,) = helpers
-    _padding_free.detach(model)
+    padding_free.detach(model)
     helper.wait()
     assert helper._process.poll() is not None

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch.integrations import _claims, _kernels, _plain
-from deepytorch_core import activation
+from deepytorch.integrations.common import claims
+from deepytorch.integrations.kernels import apply as kernels
+from deepytorch.integrations.seams import plain
 from deepytorch_core import compile as engine
+from deepytorch_core.c10d import activation
 
 
 class Block(nn.Module):
@@ -33,10 +35,10 @@ def swapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     def note(things: list[Any], *args: Any, **kwargs: Any) -> None:
         found.extend(one for one in things if isinstance(one, nn.Module))
 
-    monkeypatch.setattr(_kernels, "apply", note)
+    monkeypatch.setattr(kernels, "apply", note)
     # Other tests' scripts have switched things off for their process, and searched.
-    monkeypatch.setattr(_claims, "_is_left", False)
-    monkeypatch.setattr(_plain, "_num_searches", 0)
+    monkeypatch.setattr(claims, "_is_left", False)
+    monkeypatch.setattr(plain, "_num_searches", 0)
     activation.leave_models_alone(False)
     deepytorch.activate(profile=str(tmp_path / "p.json"), patience="off", log="error")
     yield found
@@ -70,10 +72,10 @@ def test_a_model_that_the_script_had_compiled_gets_no_kernels(
 
 
 def test_a_long_search_of_settings_goes_on_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_plain, "_num_searches", _plain._MOST_SEARCHES)
-    least_s = _plain._MOST_SEARCHES * _plain._SEARCH_S / _plain._LARGEST_SHARE
-    assert not _plain._may_search(least_s - 1.0)
-    assert _plain._may_search(least_s + 1.0)
+    monkeypatch.setattr(plain, "_num_searches", plain._MOST_SEARCHES)
+    least_s = plain._MOST_SEARCHES * plain._SEARCH_S / plain._LARGEST_SHARE
+    assert not plain._may_search(least_s - 1.0)
+    assert plain._may_search(least_s + 1.0)
 
 
 def test_kernels_come_to_a_model_once(swapped: list[Any]) -> None:

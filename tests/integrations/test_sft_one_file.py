@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from deepytorch.recipes._data import byte_tokenizer
-from deepytorch_core import config
+from deepytorch.recipes.data.text import byte_tokenizer
+from deepytorch_core.base import config
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "sft_one_file.py"
 LINES: list[dict[str, Any]] = [

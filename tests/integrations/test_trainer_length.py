@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deepytorch
-from deepytorch_core import activation, config
 from deepytorch_core import compile as engine
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
+from deepytorch_core.c10d import activation
 from deepytorch_core.compile import worth
-from deepytorch_core.config import Options
 
 
 def test_the_length_is_known_without_a_word_of_the_script(

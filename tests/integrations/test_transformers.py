@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from trl import SFTConfig, SFTTrainer
 
 import deepytorch
-from deepytorch.integrations import _contract
 from deepytorch.integrations import transformers as adapter
-from deepytorch.recipes._data import byte_tokenizer
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.integrations.common import contract
+from deepytorch.recipes.data.text import byte_tokenizer
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 20
@@ -289,7 +289,7 @@ def test_switched_off_it_is_the_stock_trainer(tmp_path: Path) -> None:
 def refused(rank: int, world_size: int, folder: Path, options: list[dict[str, Any]]) -> str:
     with process_state():
         trainer = build("stock", folder)
-        with pytest.raises(_contract.IntegrationError) as error:
+        with pytest.raises(contract.IntegrationError) as error:
             adapter.accelerate_trainer(trainer, **options[rank])
         return str(error.value)
 
@@ -318,7 +318,7 @@ def test_a_version_that_is_not_known_is_one_line(
     monkeypatch.setattr(metadata, "version", lambda name: "4.30.0")
     AcceleratorState._reset_state(reset_partial_state=True)
     deepytorch.activate()
-    with pytest.raises(_contract.IntegrationError, match="transformers 4.30.0 is not known"):
+    with pytest.raises(contract.IntegrationError, match="transformers 4.30.0 is not known"):
         build("ready", tmp_path)
 
 
@@ -333,5 +333,5 @@ def test_without_transformers_the_error_says_what_to_install(
     assert spec.loader is not None
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(_contract.IntegrationError, match="transformers is not installed: pip"):
+    with pytest.raises(contract.IntegrationError, match="transformers is not installed: pip"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

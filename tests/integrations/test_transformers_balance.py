@@ -30,9 +30,13 @@ from transformers import (
 )
 
 import deepytorch
-from deepytorch.integrations import _trainer_balance
-from deepytorch.integrations.transformers import IntegrationError, accelerate_trainer, undo
-from deepytorch_core import decisions
+from deepytorch.integrations.transformers import (
+    IntegrationError,
+    accelerate_trainer,
+    trainer_balance,
+    undo,
+)
+from deepytorch_core.base import decisions
 from deepytorch_core.data import TokenBalancedBatchSampler
 from deepytorch_core.testing import rank_store, spawn_ranks
 
@@ -299,7 +303,7 @@ def test_balance_that_is_asked_for_and_cannot_be_is_an_error(tmp_path: Path) -> 
 
 def lengths_of(dataset: Any, *, reads: bool = False) -> Any:
     trainer = SimpleNamespace(train_dataset=dataset, args=SimpleNamespace())
-    return _trainer_balance._lengths(trainer, SimpleNamespace(dataset=dataset), reads=reads)
+    return trainer_balance._lengths(trainer, SimpleNamespace(dataset=dataset), reads=reads)
 
 
 def test_balance_in_a_trainer_reads_lengths_from_columns_alone() -> None:

@@ -22,7 +22,7 @@ from transformers import (
 
 import deepytorch
 from deepytorch.integrations import transformers as adapter
-from deepytorch.recipes._data import byte_tokenizer
+from deepytorch.recipes.data.text import byte_tokenizer
 
 STEPS = 3
 EXAMPLES = range(24)

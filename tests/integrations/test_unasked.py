@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepytorch
-from deepytorch_core import activation
+from deepytorch_core.c10d import activation
 from deepytorch_core.testing import spawn_ranks
 
 pytest.importorskip("accelerate")

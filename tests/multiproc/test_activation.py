@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-import deepytorch_core.activation as activation
-from deepytorch_core import adapter, agreement, c10d_patches, report, unlisted
-from deepytorch_core.errors import AdapterError
+import deepytorch_core.c10d.activation as activation
+from deepytorch_core.base import agreement, unlisted
+from deepytorch_core.base.errors import AdapterError
+from deepytorch_core.c10d import adapter
+from deepytorch_core.c10d import patches as c10d_patches
+from deepytorch_core.report import summary
 from deepytorch_core.testing import assert_same_on_all_ranks, rank_store, spawn_ranks
 
 TIMEOUT = timedelta(seconds=40)
@@ -44,7 +47,7 @@ def total(world_size: int, group: dist.ProcessGroup | None = None) -> float:
 
 
 def native_calls() -> int:
-    return report.report().native_calls
+    return summary.report().native_calls
 
 
 def groups_of_each_kind(rank: int, world_size: int, backend: str | None) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import activation, c10d_patches
+from deepytorch_core.c10d import activation
+from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 TIMEOUT = timedelta(seconds=40)

@@ -23,7 +23,8 @@ from torch.distributed.nn import functional as torch_dist_nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
-from deepytorch_core import activation, c10d_patches
+from deepytorch_core.c10d import activation
+from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 TIMEOUT = timedelta(seconds=40)

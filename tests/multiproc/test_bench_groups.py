@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch.cli import app
+from deepytorch_core.base.provenance import read_records
 from deepytorch_core.bench import groups
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import read_records
 
 
 def test_one_record_with_both_arms(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.compile import compilation, policies, timeouts
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.testing import spawn_ranks

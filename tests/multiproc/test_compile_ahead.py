@@ -28,7 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config, decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.compile import (
     ahead,
     outcome,
@@ -39,7 +41,6 @@ from deepytorch_core.compile import (
     timeouts,
 )
 from deepytorch_core.compile.ahead import Ahead
-from deepytorch_core.config import Options
 from deepytorch_core.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)

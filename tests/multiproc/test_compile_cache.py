@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.compile import compilation
 from deepytorch_core.testing import spawn_ranks
 

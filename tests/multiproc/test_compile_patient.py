@@ -15,12 +15,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config, decisions
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.compile import ahead, capture, policies, worth
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
-from deepytorch_core.config import Options
 
 CPU = torch.device("cpu")
 # A helper that has done each job without looking at it.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import backend
+from deepytorch_core.c10d import backend
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 NAN = {"DEEPYTORCH_DEBUG": "nan"}

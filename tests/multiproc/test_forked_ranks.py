@@ -101,7 +101,7 @@ WITHOUT_TORCH = """
 import os
 import sys
 from pathlib import Path
-from deepytorch.integrations._horovod_rendezvous import LocalStore
+from deepytorch.integrations.common.horovod_rendezvous import LocalStore
 from deepytorch_core import _core
 
 def group(name):

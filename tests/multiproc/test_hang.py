@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from deepytorch.cli import hang
-from deepytorch_core import backend, config, unlisted
+from deepytorch_core.base import config, unlisted
+from deepytorch_core.c10d import backend
 from deepytorch_core.hang import inquiry, live, record, store_limit
 from deepytorch_core.testing import rank_store, spawn_ranks
 
@@ -448,7 +449,7 @@ def test_debug_compares_what_ranks_are_about_to_start() -> None:
 
 
 def wait_for_a_slow_rank(rank: int, world_size: int) -> Any:
-    from deepytorch_core.report import report as make
+    from deepytorch_core.report.summary import report as make
 
     with job(rank, world_size, "slow", collectives="native") as group:
         here = rank_store("here")

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend
+from deepytorch_core.c10d import backend
 from deepytorch_core.hang import collect, live, verdict
 from deepytorch_core.testing import rank_store, spawn_ranks
 

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from deepytorch_core import adapter
-from deepytorch_core.delegates import GroupSpec, StockFactory
+from deepytorch_core.c10d import adapter
+from deepytorch_core.c10d.delegates import GroupSpec, StockFactory
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 RANKS = 4

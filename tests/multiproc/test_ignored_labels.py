@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deepytorch
-from deepytorch.integrations import _causal_loss as _causal_loss  # registers its kernels
-from deepytorch.integrations import _padding_free
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as trainer_adapter
-from deepytorch_core import config
-from deepytorch_core.config import Options
+from deepytorch.integrations.kernels import causal_loss as causal_loss  # registers its kernels
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
@@ -70,7 +70,7 @@ def change(model: Any, way: str) -> None:
             applied = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
             assert "chunked" in applied.names.values()
         if "packed" in way:
-            assert _padding_free.attach(model, "on", adapter="test")
+            assert padding_free.attach(model, "on", adapter="test")
     finally:
         config.set_current(before)
 

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepytorch
-from deepytorch.integrations import _causal_loss as _causal_loss  # registers its kernels
-from deepytorch_core import config, decisions, guard
-from deepytorch_core.config import Options
+from deepytorch.integrations.kernels import causal_loss as causal_loss  # registers its kernels
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.nn import channels_last, kernels
 from deepytorch_core.nn.deferred_logits import DeferredLogits
 from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, apply_kernels

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import activation, config, report, unlisted
+from deepytorch_core.base import config, unlisted
+from deepytorch_core.c10d import activation
+from deepytorch_core.report import summary
 from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.leaks import holdings, left_over
 
@@ -101,7 +103,7 @@ def rounds_of_groups(rank: int, world_size: int, variables: dict[str, str]) -> l
         store = rank_store(f"round {number}")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         assert use_all(rank, world_size) == world_size**2
-        assert report.report().native_calls or variables
+        assert summary.report().native_calls or variables
         dist.destroy_process_group()
         del store
         found.append(before.left())
@@ -176,7 +178,7 @@ def switched_off(rank: int, world_size: int) -> list[Any]:
         ones = torch.ones(3)
         dist.all_reduce(ones)
         dist.all_reduce(ones, async_op=True).wait()
-        calls = report.report().native_calls
+        calls = summary.report().native_calls
         activation.deactivate()
         if number == 0:
             # Its client of the store stays with the group, which may be ours again.
@@ -184,7 +186,7 @@ def switched_off(rank: int, world_size: int) -> list[Any]:
             assert len(before.held["threads"]) <= len(threads)
         found.append((ones.tolist(), before.left()))
         dist.all_reduce(ones)
-        assert report.report().native_calls == calls
+        assert summary.report().native_calls == calls
         dist.barrier()
     dist.destroy_process_group()
     return found

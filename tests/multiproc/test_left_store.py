@@ -92,7 +92,7 @@ def test_nobody_is_waited_for_without_need(how: str) -> None:
 
 
 def test_connections_of_this_process_are_no_others() -> None:
-    from deepytorch_core import store_keeping
+    from deepytorch_core.c10d import store_keeping
 
     def connected(server: socket.socket, family: socket.AddressFamily, host: str) -> socket.socket:
         client = socket.socket(family)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import free_port, run_program
 
 PROGRAM = """

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import deepytorch
-from deepytorch_core import activation, decisions
+from deepytorch_core.base import decisions
+from deepytorch_core.c10d import activation
 from deepytorch_core.compile import compilation, policies
 from deepytorch_core.testing import spawn_ranks
 

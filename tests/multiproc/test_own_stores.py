@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store
 
-from deepytorch_core import activation, report, stores
+from deepytorch_core.base import stores
+from deepytorch_core.c10d import activation
+from deepytorch_core.report import summary
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 
@@ -177,7 +179,7 @@ def over(rank: int, world_size: int, kind: str, folder: str, backend: str) -> li
     if rank < 2:
         dist.all_reduce(own, group=group)
     dist.barrier()
-    native = report.report().native_calls > 0
+    native = summary.report().native_calls > 0
     dist.destroy_process_group()
     told = [ones.tolist(), [part.item() for part in parts], received.tolist(), counts.tolist()]
     return [native, *told, own.tolist()]

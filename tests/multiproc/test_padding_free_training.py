@@ -18,9 +18,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import deepytorch
-from deepytorch.integrations import _contract, _padding_free
 from deepytorch.integrations import accelerate as accelerate_adapter
 from deepytorch.integrations import transformers as trainer_adapter
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.padding_free import apply as padding_free
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 STEPS = 4
@@ -279,9 +280,9 @@ class OneSided(LlamaForCausalLM):
 
 def disagreeing(rank: int, world_size: int) -> tuple[bool, str]:
     torch.manual_seed(0)
-    kept = _padding_free.attach(OneSided(llama().config), "auto", adapter="test")
-    with pytest.raises(_contract.IntegrationError) as error:
-        _padding_free.attach(OneSided(llama().config), "on", adapter="test")
+    kept = padding_free.attach(OneSided(llama().config), "auto", adapter="test")
+    with pytest.raises(contract.IntegrationError) as error:
+        padding_free.attach(OneSided(llama().config), "on", adapter="test")
     return kept, str(error.value)
 
 

@@ -16,9 +16,10 @@ def train(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
     """Loss curves of stock's batches and ours, the choices made, and what was printed."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from deepytorch.recipes import _loop, llama_sft
-    from deepytorch.recipes._run import Process, console
-    from deepytorch_core import decisions
+    from deepytorch.recipes import llama_sft
+    from deepytorch.recipes.base.run import Process, console
+    from deepytorch.recipes.runner import loop
+    from deepytorch_core.base import decisions
 
     process = Process(rank, world_size, torch.device("cpu"))
     curves = []
@@ -41,7 +42,7 @@ def train(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
                 sample_tokens=2,
                 token_balance=choice,
             )
-            _loop.train("llama_sft", llama_sft.prepare(config, process), config, process)
+            loop.train("llama_sft", llama_sft.prepare(config, process), config, process)
             if rank == 0:
                 (path,) = Path(folder).glob(f"{choice}-*/tensorboard")
                 events = EventAccumulator(str(path)).Reload()

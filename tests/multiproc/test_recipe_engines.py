@@ -38,9 +38,10 @@ ENGINES = [
 
 def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[list[float]]:
     """The losses of each of ENGINES; the last two steps go on from a checkpoint, otherwise."""
-    from deepytorch.recipes import _checkpoint, llama_sft
-    from deepytorch.recipes._run import Process
-    from deepytorch.recipes._trainer import Trainer
+    from deepytorch.recipes import llama_sft
+    from deepytorch.recipes.base.run import Process
+    from deepytorch.recipes.runner import checkpoint
+    from deepytorch.recipes.runner.trainer import Trainer
 
     process = Process(rank, world_size, torch.device("cpu"))
     config = llama_sft.Config(**WORDS)
@@ -56,20 +57,20 @@ def train_under_every_engine(rank: int, world_size: int, folder: str) -> list[li
                 place = Path(folder) / str(number)
                 facts = {"recipe": "llama_sft"}
                 state = {"step": step}
-                problem = _checkpoint.save(
+                problem = checkpoint.save(
                     trainer.engine,
                     state,
                     place,
                     process,
                     keep=1,
                     facts=facts,
-                    written=_checkpoint.Written(world_size),
+                    written=checkpoint.Written(world_size),
                 )
                 assert problem is None
                 otherwise = dataclasses.replace(options, learning_rate=5e-3, weight_decay=0.5)
                 trainer = Trainer(task, otherwise, process)
-                (path,) = _checkpoint.checkpoints(place)
-                loaded = _checkpoint.load(trainer.engine, path, process, facts=facts)
+                (path,) = checkpoint.checkpoints(place)
+                loaded = checkpoint.load(trainer.engine, path, process, facts=facts)
                 trainer.go_on_after(loaded["step"])
                 for group in trainer.engine.optimizer.param_groups:
                     assert group["lr"] == trainer.schedule.get_last_lr()[0] == 5e-3 * 0.5
@@ -102,8 +103,8 @@ def test_engines_train_alike_and_go_on_from_their_checkpoints() -> None:
 def compiled_under_every_engine(rank: int, world_size: int) -> dict[str, list[bool]]:
     """Return by engine, for compile=off and auto, if the model is compiled, or waits for it."""
     from deepytorch.recipes import llama_sft
-    from deepytorch.recipes._run import Process
-    from deepytorch.recipes._trainer import Trainer
+    from deepytorch.recipes.base.run import Process
+    from deepytorch.recipes.runner.trainer import Trainer
     from deepytorch_core.compile import compilation_of
 
     process = Process(rank, world_size, torch.device("cpu"))
@@ -119,11 +120,12 @@ def compiled_under_every_engine(rank: int, world_size: int) -> dict[str, list[bo
 
 
 def test_compile_off_compiles_under_no_engine() -> None:
-    from deepytorch.recipes import _engines, llama_sft
+    from deepytorch.recipes import llama_sft
+    from deepytorch.recipes.runner import engines
 
     for policy in ("off", "auto"):  # what DeepSpeed's adapter goes by
         options = llama_sft.Config(engine="deepspeed", compile=policy)
-        assert _engines.deepspeed_config(options)["deepytorch"]["compile"] == policy
+        assert engines.deepspeed_config(options)["deepytorch"]["compile"] == policy
     (found,) = spawn_ranks(
         compiled_under_every_engine, 1, backend="gloo", fresh=True, timeout_s=110
     )

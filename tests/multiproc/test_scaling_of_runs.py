@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import deepytorch
 from deepytorch import cli
-from deepytorch_core import report_scaling
+from deepytorch_core.report import scaling as report_scaling
 from deepytorch_core.testing import spawn_ranks
 
 STEPS, SMALL, LARGE = 12, 17, 4_000_001

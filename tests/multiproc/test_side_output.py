@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deepytorch_core import activation, console, report
+from deepytorch_core.base import console
+from deepytorch_core.c10d import activation
+from deepytorch_core.report import summary
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 SECONDS = 30
@@ -49,7 +51,7 @@ def train(rank: int, world_size: int, name: str) -> list[Any]:
         model(torch.full((2, 4), float(step + rank))).sum().backward()
         optimizer.step()
     found.append(model.module.weight.detach().sum().item())
-    found.append(_text(str(report.report())))
+    found.append(_text(str(summary.report())))
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -177,7 +179,7 @@ def says(program: str, redirection: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-SAY = "from deepytorch_core.console import say; say('one'); say('two'); print('done')"
+SAY = "from deepytorch_core.base.console import say; say('one'); say('two'); print('done')"
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&- <&-", "2>/dev/null"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 SUITES = Path(__file__).parents[1] / "suites"
 COMMAND = SUITES / "torch_distributed.py"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import spawn_ranks
 
 ONE_EACH = {"DEEPYTORCH_NODE_ID": "a,b"}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import deepytorch
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 YEAR = timedelta(days=365)

@@ -317,7 +317,7 @@ def test_torchs_own_collectives_count_as_well() -> None:
 def given_by_each(rank: int, world_size: int) -> dict[str, int]:
     """Bytes that count, by operation; of four or eight floats for each rank."""
     import deepytorch
-    from deepytorch_core import counts
+    from deepytorch_core.metering import counts
 
     deepytorch.activate()
     store = rank_store("operations")
@@ -362,7 +362,7 @@ def zero(rank: int, world_size: int) -> str:
     import deepspeed
 
     import deepytorch
-    from deepytorch_core import apart
+    from deepytorch_core.metering import apart
 
     deepytorch.activate()
     printed = io.StringIO()

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch.cli import compare, runner
-from deepytorch.integrations._deepspeed_buckets import fill_bucket_sizes
-from deepytorch_core import config
+from deepytorch.integrations.deepspeed.buckets import fill_bucket_sizes
+from deepytorch_core.base import config
 from deepytorch_core.testing import RankError, spawn_ranks
 from deepytorch_core.tune import in_force, knobs, stored
 
@@ -168,7 +168,7 @@ def different_profiles(rank: int, world_size: int, folder: str) -> tuple[dict[st
 
 
 def decisions_of(what: str) -> list[dict[str, Any]]:
-    from deepytorch_core import decisions
+    from deepytorch_core.base import decisions
 
     return [one for one in decisions.made() if what in one["what"]]
 

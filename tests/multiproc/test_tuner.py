@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import _core, config, explain, report
+from deepytorch_core import _core
+from deepytorch_core.base import config
+from deepytorch_core.report import explain, summary
 from deepytorch_core.testing import spawn_ranks
 
 KIB = 1 << 10
@@ -87,7 +89,7 @@ def test_a_folder_that_cannot_be_made_costs_nothing(tmp_path: Path) -> None:
 
 def reported(rank: int, world_size: int) -> str:
     reduce_and_gather(rank, world_size)
-    made = report.report()
+    made = summary.report()
     assert json.dumps(made.to_dict())
     return str(made)
 

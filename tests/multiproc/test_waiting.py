@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend, config, unlisted
+from deepytorch_core.base import config, unlisted
+from deepytorch_core.c10d import backend
 from deepytorch_core.hang import live, record, waiting
 from deepytorch_core.testing import rank_store, spawn_ranks
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.network import path_mtu
 from deepytorch_core.testing.emulation import Network, links
 

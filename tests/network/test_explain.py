@@ -11,8 +11,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch_core import explain
-from deepytorch_core.explain_nodes import BetweenNodes
+from deepytorch_core.report import explain
+from deepytorch_core.report.explain_nodes import BetweenNodes
 from deepytorch_core.testing import spawn_ranks
 from deepytorch_core.testing.emulation import Network, Placement, Setting, seats
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend
+from deepytorch_core.c10d import backend
 from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.emulation import Network, Placement, Setting, links, seats
 

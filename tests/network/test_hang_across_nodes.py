@@ -30,7 +30,7 @@ SCRIPT = """
 import ctypes, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from deepytorch_core import backend
+from deepytorch_core.c10d import backend
 
 folder, late, holds_gil = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 backend.register()

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import _core, backend
+from deepytorch_core import _core
+from deepytorch_core.c10d import backend
 from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.emulation import ORDERS, Network, Placement, Setting, links, seats
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.network import addresses, nccl_table, prepare, probe
 from deepytorch_core.network import link as links
 from deepytorch_core.testing import rank_store, spawn_ranks

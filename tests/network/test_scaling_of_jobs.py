@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepytorch
-from deepytorch_core import report_scaling
+from deepytorch_core.report import scaling as report_scaling
 from deepytorch_core.testing import spawn_ranks
 from deepytorch_core.testing.emulation import Network, Placement, Setting, seats
 

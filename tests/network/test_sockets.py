@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import backend
+from deepytorch_core.c10d import backend
 from deepytorch_core.testing import rank_store, spawn_ranks
 from deepytorch_core.testing.emulation import Network, Placement, Setting, links, seats
 

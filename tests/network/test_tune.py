@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch.cli import compare, runner
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import RankError, run_program, spawn_ranks
 from deepytorch_core.testing.emulation import Network, Placement, seats
 from deepytorch_core.tune import confirm, in_force, stored

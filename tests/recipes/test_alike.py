@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch.recipes import _loop, _run, llama_sft
-from deepytorch.recipes._alike import digest_of, draw_apart, refuse_unlike
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process
-from deepytorch.recipes._trainer import Task, Trainer
+from deepytorch.recipes import llama_sft
+from deepytorch.recipes.base import run
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.options import RunOptions
+from deepytorch.recipes.base.rank_consistency import digest_of, draw_apart, refuse_unlike
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.runner import loop
+from deepytorch.recipes.runner.task import Task
+from deepytorch.recipes.runner.trainer import Trainer
 from deepytorch_core.testing import spawn_ranks
 
 
@@ -95,14 +98,14 @@ def test_one_process_of_a_launcher_may_be_alone(monkeypatch: pytest.MonkeyPatch)
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not _run._has_others()
+    assert not run._has_others()
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    assert not _run._has_others()
+    assert not run._has_others()
     told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert _run._has_others()
+    assert run._has_others()
 
 
 def _of_other_data(rank: int, world_size: int, folder: str, arguments: list[str]) -> str:
@@ -117,7 +120,7 @@ def _of_other_data(rank: int, world_size: int, folder: str, arguments: list[str]
 
     errors = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
-        patch.setattr(_loop, "distributed", group)
+        patch.setattr(loop, "distributed", group)
         words = ["device=cpu", "backend=stock", "steps=1", f"data={data}", f"output_dir={folder}"]
         assert llama_sft.main([*words, *arguments]) == 2
     return errors.getvalue()

@@ -9,12 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
-from deepytorch.recipes import _checkpoint, _prior, _travel
-from deepytorch.recipes._checkpoint import Written
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._prior import made_in
-from deepytorch.recipes._run import Process, on_main, together
+from deepytorch.recipes.base import file_transfer
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.options import RunOptions
+from deepytorch.recipes.base.run import Process, on_main, together
+from deepytorch.recipes.data import class_images
+from deepytorch.recipes.data.class_images import made_in
+from deepytorch.recipes.runner import checkpoint
+from deepytorch.recipes.runner.checkpoint import Written
 from deepytorch_core.testing import spawn_ranks
 
 # Rank 0 is a node, ranks 1 and 2 another one, and rank 3 sees what rank 0 sees.
@@ -48,7 +50,7 @@ class Parts:
 
 
 def save(rank: int, folder: Path, step: int) -> str | None:
-    return _checkpoint.save(
+    return checkpoint.save(
         Parts(rank),  # type: ignore[arg-type]
         {"step": step, "own": torch.arange(rank + 1)},
         folder,
@@ -62,7 +64,7 @@ def save(rank: int, folder: Path, step: int) -> str | None:
 def load(rank: int, path: Path) -> bool:
     engine = Parts(rank)
     process = Process(rank, RANKS, torch.device("cpu"))
-    state = _checkpoint.load(engine, path, process, facts={"recipe": "parts"})  # type: ignore[arg-type]
+    state = checkpoint.load(engine, path, process, facts={"recipe": "parts"})  # type: ignore[arg-type]
     return engine.is_whole() and torch.equal(state["own"], torch.arange(rank + 1))
 
 
@@ -77,7 +79,7 @@ def _apart(rank: int, _: int, folder: str) -> None:
         stale.parent.mkdir(parents=True)
         stale.write_bytes(b"of a run that was killed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_travel, "CHUNK_BYTES", 100)
+        patch.setattr(file_transfer, "CHUNK_BYTES", 100)
         assert save(rank, mine, 4) is None
         assert load(rank, mine / "step-00000004")
     if rank == 1:
@@ -95,7 +97,7 @@ def test_a_checkpoint_of_nodes_without_shared_storage_lies_on_the_first(tmp_path
 def _failing(rank: int, _: int, folder: str, where: str) -> None:
     node = NODE_OF[rank]
     mine = Path(folder) / f"node{node}" / "checkpoints"
-    write = _travel._write
+    write = file_transfer._write
 
     def refusing(path: Path, begin: int, data: torch.Tensor) -> str | None:
         path.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ def _failing(rank: int, _: int, folder: str, where: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if where == "sent":  # a file that can't be written to rank 0's disk
-            patch.setattr(_travel, "_write", refusing)
+            patch.setattr(file_transfer, "_write", refusing)
         elif rank == 2:
             mine.parent.mkdir(parents=True, exist_ok=True)
             mine.write_text("no folder")
@@ -142,7 +144,7 @@ def _copied(rank: int, _: int, folder: str) -> None:
         shutil.copytree(first / name, mine / name)
     torch.distributed.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_travel, "spread", None)
+        patch.setattr(file_transfer, "spread", None)
         assert load(rank, mine / name)
 
 
@@ -153,7 +155,7 @@ def test_a_copied_checkpoint_is_read_where_it_lies(tmp_path: Path) -> None:
 def _resumed(rank: int, _: int, folder: str) -> None:
     process = Process(rank, RANKS, torch.device("cpu"))
     options = RunOptions(name="r", output_dir=f"{folder}/node{NODE_OF[rank]}")
-    assert _checkpoint.find_on_all("auto", options, process) is None
+    assert checkpoint.find_on_all("auto", options, process) is None
     run = "r-20260101-000000/checkpoints"
     torch.distributed.barrier()
     if rank in (0, 1):
@@ -162,17 +164,17 @@ def _resumed(rank: int, _: int, folder: str) -> None:
         (later / "manifest.json").write_text("{}")
     torch.distributed.barrier()
     with pytest.raises(RecipeError, match="step-00000005 is on .*, with rank 1, and .* has none"):
-        _checkpoint.find_on_all("auto", options, process)
+        checkpoint.find_on_all("auto", options, process)
     torch.distributed.barrier()
     if rank == 0:
         (Path(options.output_dir) / run / "step-00000004").rename(
             Path(options.output_dir) / run / "step-00000006"
         )
     torch.distributed.barrier()
-    found = _checkpoint.find_on_all("auto", options, process)
+    found = checkpoint.find_on_all("auto", options, process)
     assert str(found) == f"{folder}/node0/{run}/step-00000006"
     with pytest.raises(RecipeError, match="resume=nowhere is no checkpoint"):
-        _checkpoint.find_on_all("nowhere", options, process)
+        checkpoint.find_on_all("nowhere", options, process)
 
 
 def test_a_later_checkpoint_on_another_node_is_not_forgotten(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def _class_images(rank: int, _: int, folder: str) -> None:
     torch.distributed.all_gather_object(everything, made)
     assert everything == [[0, 2, 4], [0, 2, 4], [1, 3], [1, 3]]
     with pytest.MonkeyPatch.context() as patch:  # others' folders, which nobody may write to
-        patch.delattr(_prior, "first_beside")
+        patch.delattr(class_images, "first_beside")
         assert len(made_in(mine, 5, make, process)) == 5
     assert made == everything[rank]
     assert len(files) == len(list(mine.iterdir()))

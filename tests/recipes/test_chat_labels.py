@@ -14,12 +14,12 @@ from transformers import (
     tokenization_utils_base,
 )
 
-from deepytorch.recipes._chat import encode, prompt_of
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import Conversation, Message
-from deepytorch.recipes._data import IGNORED_LABEL, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions
-from deepytorch.recipes._models import load_tokenizer, print_sample
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.data.chat import encode, prompt_of
+from deepytorch.recipes.data.conversations import Conversation, Message
+from deepytorch.recipes.data.instructions import TextOptions
+from deepytorch.recipes.data.text import IGNORED_LABEL, byte_tokenizer
+from deepytorch.recipes.models.language import load_tokenizer, print_sample
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 LLAMA2 = (

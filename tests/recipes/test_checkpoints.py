@@ -18,14 +18,15 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from deepytorch.recipes import _checkpoint, _loop, bert_mlm
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._config import RankError, RecipeError
-from deepytorch.recipes._engines import Fsdp2Engine
-from deepytorch.recipes._log import RunLog
-from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process, make_run_dir
-from deepytorch.recipes._trainer import Trainer
+from deepytorch.recipes import bert_mlm
+from deepytorch.recipes.base.config import RankError, RecipeError
+from deepytorch.recipes.base.options import RunOptions
+from deepytorch.recipes.base.run import Process, make_run_dir
+from deepytorch.recipes.data.batches import EndlessBatches
+from deepytorch.recipes.runner import checkpoint, loop
+from deepytorch.recipes.runner.engines import Fsdp2Engine
+from deepytorch.recipes.runner.log import RunLog
+from deepytorch.recipes.runner.trainer import Trainer
 from deepytorch_core.testing import spawn_ranks
 
 TINY = [
@@ -121,7 +122,7 @@ def test_a_full_disk_costs_the_scalars_alone(tmp_path, monkeypatch, capsys, when
     ],
 )
 def test_what_is_left_on_a_full_disk_is_said(monkeypatch, previous, says):
-    course = _loop._Course("r", None, None, Path("run"), previous=previous)
+    course = loop._Course("r", None, None, Path("run"), previous=previous)
     monkeypatch.setattr(course, "save", lambda step: "disk full")
     assert course.rescue(9) == says
 
@@ -134,7 +135,7 @@ def test_only_runs_of_the_very_name_are_continued(tmp_path):
         made[name] = make_run_dir(str(tmp_path), name) / "checkpoints" / "step-00000002"
         made[name].mkdir(parents=True)
     for name in names:
-        found = _checkpoint.find("auto", str(tmp_path), name)
+        found = checkpoint.find("auto", str(tmp_path), name)
         assert found == made[name], name
 
 
@@ -152,10 +153,10 @@ def test_where_a_checkpoint_lies_says_whose_it_is(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(path)
     monkeypatch.chdir(path.parent)
     for resume in (path.name, str(tmp_path / "link"), str(tmp_path / "run")):
-        found = _checkpoint.find(resume, "runs", "r")
+        found = checkpoint.find(resume, "runs", "r")
         assert found == path
-        assert _checkpoint.run_of(found) == tmp_path / "run"
-    assert _checkpoint.run_of(path.parent / "abandoned" / path.name) is None
+        assert checkpoint.run_of(found) == tmp_path / "run"
+    assert checkpoint.run_of(path.parent / "abandoned" / path.name) is None
 
 
 def batches_of(draw, num_workers):

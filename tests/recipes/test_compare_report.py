@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deepytorch.recipes import _compare, bert_mlm
-from deepytorch.recipes._compare import Comparison, Spread, order_of, plot, print_table
-from deepytorch.recipes._rounding import drops_out, nudged
+from deepytorch.recipes import bert_mlm
+from deepytorch.recipes.runner import compare
+from deepytorch.recipes.runner.compare import Comparison, Spread, order_of, plot, print_table
+from deepytorch.recipes.runner.rounding import drops_out, nudged
 
 SIZE = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
 SIZE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
@@ -145,7 +146,7 @@ TINY = [
 
 @pytest.mark.parametrize("judged", [False, True])
 def test_dropout_is_compared_where_chance_can_be_told(tmp_path, monkeypatch, capsys, judged):
-    monkeypatch.setattr(_compare, "plot", lambda comparison, path, verdict: None)
+    monkeypatch.setattr(compare, "plot", lambda comparison, path, verdict: None)
     words = [f"output_dir={tmp_path}", f"rounding_arm={judged}"]
     assert bert_mlm.main([*TINY, *words]) == (0 if judged else 2)
     if judged:

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepytorch.recipes import dpo
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import IGNORED_LABEL, Example
-from deepytorch.recipes._pairs import read_pairs, refuse_wrong_pairs
-from deepytorch.recipes._run import runs
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import runs
+from deepytorch.recipes.data.pairs import read_pairs, refuse_wrong_pairs
+from deepytorch.recipes.data.text import IGNORED_LABEL, Example
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "Is it?"},

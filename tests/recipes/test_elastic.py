@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepytorch.recipes import _elastic
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._checkpoint import Written
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._options import RunOptions
-from deepytorch.recipes._run import Process
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.options import RunOptions
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data.batches import EndlessBatches
+from deepytorch.recipes.runner import elastic
+from deepytorch.recipes.runner.checkpoint import Written
 
 EXAMPLES = 50
 
@@ -45,15 +45,15 @@ def test_steps_stay_as_large():
     options = RunOptions(name="r", batch_size=4, accumulation=1)
     written = Written(4, batch_size=4, accumulation=2)
     for world_size, accumulation in ((1, 8), (2, 4), (8, 1)):
-        fitted = _elastic.fit(options, written, process(world_size), Path("c"))
+        fitted = elastic.fit(options, written, process(world_size), Path("c"))
         assert fitted.accumulation == accumulation
-    assert _elastic.fit(options, written, process(4), Path("c")) == options
+    assert elastic.fit(options, written, process(4), Path("c")) == options
     with pytest.raises(RecipeError, match="4 wrote it, with 32 examples in each step"):
-        _elastic.fit(options, written, process(3), Path("c"))
+        elastic.fit(options, written, process(3), Path("c"))
     with pytest.raises(RecipeError, match="an unknown number of examples"):
-        _elastic.fit(options, Written(4), process(2), Path("c"))
+        elastic.fit(options, Written(4), process(2), Path("c"))
     zero = RunOptions(name="r", engine="deepspeed")
-    assert _elastic.fit(zero, written, process(2), Path("c")) == zero  # loading says why not
+    assert elastic.fit(zero, written, process(2), Path("c")) == zero  # loading says why not
 
 
 @pytest.mark.parametrize(("world_size", "repeated"), [(1, 0), (3, 2), (4, 0), (8, 4)])
@@ -87,6 +87,6 @@ def test_more_ranks_than_before_draw_numbers_of_their_own(tmp_path):
     drawn = []
     for rank in (2, 3):
         state = {"position": 0, "epoch_examples": 48, "step": 4}
-        _elastic.go_on(batches_of(rank, 4), state, Written(2, 2, 1), options, process(4, rank))
+        elastic.go_on(batches_of(rank, 4), state, Written(2, 2, 1), options, process(4, rank))
         drawn += [torch.rand(()).item(), random.random()]
     assert len(set(drawn)) == 4

@@ -4,13 +4,13 @@
 import pytest
 import torch
 
-from deepytorch.recipes import _encoding
-from deepytorch.recipes._chat import encode_one
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import Conversation, Message
-from deepytorch.recipes._encoding import encoded_by_all
-from deepytorch.recipes._instructions import TextOptions
-from deepytorch.recipes._run import Process
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data import encoding
+from deepytorch.recipes.data.chat import encode_one
+from deepytorch.recipes.data.conversations import Conversation, Message
+from deepytorch.recipes.data.encoding import encoded_by_all
+from deepytorch.recipes.data.instructions import TextOptions
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 from deepytorch_core.testing import spawn_ranks
 
@@ -30,14 +30,14 @@ def conversations(number=7):
 def times(monkeypatch, tmp_path):
     """How often a conversation is encoded; all data counts as large."""
     monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(_encoding, "_LARGE", 1)
+    monkeypatch.setattr(encoding, "_LARGE", 1)
     counted = []
 
     def counting(*arguments):
         counted.append(arguments)
         return encode_one(*arguments)
 
-    monkeypatch.setattr(_encoding, "encode_one", counting)
+    monkeypatch.setattr(encoding, "encode_one", counting)
     return counted
 
 
@@ -80,7 +80,7 @@ def _share(rank, world_size, is_wrong):
         return encode_one(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_encoding, "encode_one", counting)
+        patch.setattr(encoding, "encode_one", counting)
         try:
             found = encoded_by_all(data, chat_tokenizer(), OPTIONS, process)
         except RecipeError as error:

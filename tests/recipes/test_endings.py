@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch.recipes import _endings, _loop, _run, bert_mlm
-from deepytorch.recipes._endings import Endings
-from deepytorch.recipes._run import StepProgress
+from deepytorch.recipes import bert_mlm
+from deepytorch.recipes.base import run
+from deepytorch.recipes.base.run import StepProgress
+from deepytorch.recipes.runner import loop, signals
+from deepytorch.recipes.runner.signals import Endings
 
 TINY = ["device=cpu", "hidden_size=32", "num_layers=1", "num_heads=2", "max_length=32", "steps=9"]
 GONE = (
@@ -58,7 +60,7 @@ def test_ctrl_c_ends_a_comparison_with_a_line(tmp_path, monkeypatch, capfd):
 
 def test_only_settings_that_were_given_are_said_to_be_left_out(capsys):
     usual = bert_mlm.Config()
-    _loop._say_left_out(bert_mlm.Config(steps=3, rounding_arm=True), usual)
+    loop._say_left_out(bert_mlm.Config(steps=3, rounding_arm=True), usual)
     assert capsys.readouterr().out == ""
 
 
@@ -74,13 +76,13 @@ def ends(monkeypatch):
         statuses.append(status)
         came.set()
 
-    monkeypatch.setattr(_endings.os, "_exit", end)
+    monkeypatch.setattr(signals.os, "_exit", end)
     return SimpleNamespace(statuses=statuses, came=came)
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_one_ends_at_once(monkeypatch, capfd, ends, second):
-    monkeypatch.setattr(_endings, "_ONE_PRESS_S", -1.0)
+    monkeypatch.setattr(signals, "_ONE_PRESS_S", -1.0)
     endings = Endings("r")
     with endings.of_ctrl_c(), endings.noted():
         press()
@@ -96,7 +98,7 @@ def test_a_second_one_ends_at_once(monkeypatch, capfd, ends, second):
 
 
 def test_one_that_the_launcher_repeats_and_sigterm_alone_end_nothing(monkeypatch, ends):
-    monkeypatch.setattr(_endings, "_ONE_PRESS_S", 3600.0)
+    monkeypatch.setattr(signals, "_ONE_PRESS_S", 3600.0)
     told = Endings("r")
     with told.of_ctrl_c(), told.noted():
         press(signal.SIGTERM)
@@ -110,7 +112,7 @@ def test_one_that_the_launcher_repeats_and_sigterm_alone_end_nothing(monkeypatch
 
 
 def test_before_training_the_second_one_ends_what_holds_up_the_first(monkeypatch, capfd, ends):
-    monkeypatch.setattr(_endings, "_ONE_PRESS_S", -1.0)
+    monkeypatch.setattr(signals, "_ONE_PRESS_S", -1.0)
     with Endings("r").of_ctrl_c():
         with pytest.raises(KeyboardInterrupt):
             press()
@@ -120,7 +122,7 @@ def test_before_training_the_second_one_ends_what_holds_up_the_first(monkeypatch
 
 
 def test_workers_leave_it_to_their_rank(monkeypatch, ends):
-    monkeypatch.setattr(_endings, "_ONE_PRESS_S", -1.0)
+    monkeypatch.setattr(signals, "_ONE_PRESS_S", -1.0)
     endings = Endings("r")
     with endings.of_ctrl_c(), endings.noted():
         worker = multiprocessing.get_context("fork").Process(target=lambda: [press(), press()])
@@ -157,7 +159,7 @@ def test_another_ranks_end_is_a_line(tmp_path, monkeypatch, capsys, error, which
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(_loop, "train", fail)
+    monkeypatch.setattr(loop, "train", fail)
     assert train(tmp_path) == 1
     said = capsys.readouterr().err
     assert said == (
@@ -170,7 +172,7 @@ def test_another_ranks_end_is_a_line(tmp_path, monkeypatch, capsys, error, which
 def test_other_errors_of_a_backend_keep_their_traceback(monkeypatch):
     for error in (torch.OutOfMemoryError("out of memory"), dist.DistBackendError("timed out")):
         with pytest.raises(type(error)):
-            _run.say_gone("r", error)
-    monkeypatch.setattr(_run.config, "current", lambda: SimpleNamespace(debug=True))
+            run.say_gone("r", error)
+    monkeypatch.setattr(run.config, "current", lambda: SimpleNamespace(debug=True))
     with pytest.raises(dist.DistBackendError):
-        _run.say_gone("r", dist.DistBackendError(GONE))
+        run.say_gone("r", dist.DistBackendError(GONE))

@@ -12,9 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from deepytorch.recipes import _fp8, llama_sft
-from deepytorch.recipes._config import RecipeError, load_config
-from deepytorch.recipes._run import Process
+from deepytorch.recipes import llama_sft
+from deepytorch.recipes.base.config import RecipeError, load_config
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.runner import fp8
 
 CPU = Process(rank=0, world_size=1, device=torch.device("cpu"))
 TINY = ["hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "max_length=64"]
@@ -61,14 +62,14 @@ def test_the_output_layer_and_odd_sizes_stay(monkeypatch: pytest.MonkeyPatch) ->
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 17), nn.Linear(32, 16))
     model.get_output_embeddings = lambda: model[2]  # type: ignore[assignment]
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    _fp8.convert(model, options("precision=fp8"), CPU)
+    fp8.convert(model, options("precision=fp8"), CPU)
     assert [type(layer).__name__ for layer in model] == ["Float8Linear", "Linear", "Linear"]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(RecipeError, match="no linear layer with both sides a multiple of 16"):
-        _fp8.convert(nn.Linear(3, 5), options("precision=fp8"), CPU)
+        fp8.convert(nn.Linear(3, 5), options("precision=fp8"), CPU)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(RecipeError, match=r"pip install 'deepytorch-train\[fp8\]'"):
-        _fp8.convert(nn.Linear(16, 16), options("precision=fp8"), CPU)
+        fp8.convert(nn.Linear(16, 16), options("precision=fp8"), CPU)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])

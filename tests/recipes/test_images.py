@@ -12,9 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from deepytorch.recipes import _images, _prior, resnet50_ddp, stable_diffusion_dreambooth
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._run import Process
+from deepytorch.recipes import resnet50_ddp, stable_diffusion_dreambooth
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data import class_images as _prior
+from deepytorch.recipes.data import images as _images
 
 ORIENTATION = 0x0112
 UPSIDE_DOWN = 3

@@ -10,14 +10,14 @@ import yaml
 from transformers import get_scheduler
 
 from deepytorch.recipes import llama_sft
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._config import load_config
-from deepytorch.recipes._length import settle_device, settle_length
-from deepytorch.recipes._log import RunLog
-from deepytorch.recipes._optimizers import make_optimizer, make_schedule
-from deepytorch.recipes._run import Process, runs
+from deepytorch.recipes.base.config import load_config
+from deepytorch.recipes.base.run import Process, runs
 from deepytorch.recipes.bert_mlm import Config as BertConfig
+from deepytorch.recipes.data.batches import EndlessBatches
 from deepytorch.recipes.llama_sft import Config
+from deepytorch.recipes.runner.length import settle_device, settle_length
+from deepytorch.recipes.runner.log import RunLog
+from deepytorch.recipes.runner.optimizers import make_optimizer, make_schedule
 from deepytorch.recipes.stable_diffusion_dreambooth import Config as DreamboothConfig
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepytorch.recipes import llama_sft
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import byte_tokenizer
-from deepytorch.recipes._models import load_model, load_tokenizer, save_checkpoint
-from deepytorch.recipes._run import runs
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import runs
+from deepytorch.recipes.data.text import byte_tokenizer
 from deepytorch.recipes.llama_sft import Config, build_model, main
+from deepytorch.recipes.models.language import load_model, load_tokenizer, save_checkpoint
 from deepytorch_core.testing import run_program, run_script
 
 MODULE = ["-m", "deepytorch.recipes.llama_sft"]

@@ -8,9 +8,9 @@ import torch
 from transformers import BertTokenizerFast
 
 from deepytorch.recipes import bert_mlm
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import IGNORED_LABEL
-from deepytorch.recipes._run import Process
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data.text import IGNORED_LABEL
 
 UNKNOWN, CLS, SEP, THE = 1, 2, 3, 5
 

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def options(backend: str, engine: str) -> Any:
-    from deepytorch.recipes._options import RunOptions
+    from deepytorch.recipes.base.options import RunOptions
 
     return RunOptions(name="test", backend=backend, engine=engine, max_grad_norm=0.5)
 
@@ -54,12 +54,12 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
     from megatron.core import parallel_state
 
     import deepytorch
-    from deepytorch.integrations import _contract
-    from deepytorch.recipes import _megatron
-    from deepytorch.recipes._engines import start_engine
+    from deepytorch.integrations.common import contract
+    from deepytorch.recipes.models import megatron
+    from deepytorch.recipes.runner.engines import start_engine
 
     deepytorch.deactivate()
-    _megatron.refuse_without_gpu = lambda process: None
+    megatron.refuse_without_gpu = lambda process: None
     dist.init_process_group("gloo", store=rank_store("world"), rank=rank, world_size=world_size)
     process: Any = SimpleNamespace(device=torch.device("cpu"), rank=rank, world_size=world_size)
     torch.manual_seed(3)
@@ -87,7 +87,7 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
     assert full.keys() == (state.keys() if rank == 0 or engine_name == "ddp" else set())
     native = deepytorch.report().native_calls
     if backend == "deepytorch" and engine_name == "megatron":
-        _contract.undo(parallel_state, "megatron")
+        contract.undo(parallel_state, "megatron")
     parallel_state.destroy_model_parallel()
     return losses, state, native
 
@@ -120,9 +120,9 @@ def test_a_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    from deepytorch.recipes import _megatron
-    from deepytorch.recipes._config import RecipeError
+    from deepytorch.recipes.base.config import RecipeError
+    from deepytorch.recipes.models import megatron
 
     process: Any = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(RecipeError, match="engine=megatron needs a GPU: use engine=ddp"):
-        _megatron.refuse_without_gpu(process)
+        megatron.refuse_without_gpu(process)

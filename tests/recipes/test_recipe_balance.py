@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from deepytorch.recipes._balance import StepBalance
-from deepytorch.recipes._batches import EndlessBatches
-from deepytorch.recipes._config import RecipeError, load_config
-from deepytorch.recipes._instructions import TextOptions
-from deepytorch.recipes._trainer import Trainer
+from deepytorch.recipes.base.config import RecipeError, load_config
+from deepytorch.recipes.data.balance import StepBalance
+from deepytorch.recipes.data.batches import EndlessBatches
+from deepytorch.recipes.data.instructions import TextOptions
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
-from deepytorch_core.c10d_patches import serving_name
+from deepytorch.recipes.runner.trainer import Trainer
+from deepytorch_core.c10d.patches import serving_name
 
 RANKS, BATCH, ACCUMULATION = 3, 2, 4
 CHANCE = random.Random(7)

@@ -12,9 +12,9 @@ import yaml
 
 import deepytorch.recipes
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
-from deepytorch.recipes._alike import draw_apart
-from deepytorch.recipes._config import RecipeError, load_config, parse_arguments
-from deepytorch.recipes._run import Process, console
+from deepytorch.recipes.base.config import RecipeError, load_config, parse_arguments
+from deepytorch.recipes.base.rank_consistency import draw_apart
+from deepytorch.recipes.base.run import Process, console
 from deepytorch.recipes.llama_sft import DEFAULT_CONFIG, Config, main
 
 
@@ -34,7 +34,8 @@ def test_a_recipe_is_short_enough_to_copy(recipe):
 
 
 def test_every_recipe_is_registered_and_described():
-    modules = {module.name for module in pkgutil.iter_modules(deepytorch.recipes.__path__)}
+    found = pkgutil.iter_modules(deepytorch.recipes.__path__)
+    modules = {module.name for module in found if not module.ispkg}
     assert {name for name in modules if not name.startswith("_")} == RECIPES.keys()
     assert RECIPES.keys() == DESCRIPTIONS.keys()
 

@@ -15,17 +15,19 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from deepytorch.recipes import _hub
-from deepytorch.recipes._batches import EndlessBatches, hold_out
-from deepytorch.recipes._chat import encode, encode_one, fitting, prompt_of
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import (
+from deepytorch.recipes.base import hub
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data.batches import EndlessBatches, hold_out
+from deepytorch.recipes.data.chat import encode, encode_one, fitting, prompt_of
+from deepytorch.recipes.data.conversations import (
     Conversation,
     Message,
     as_conversation,
     read_conversations,
 )
-from deepytorch.recipes._data import (
+from deepytorch.recipes.data.instructions import TextOptions, fill_rows, prepare_data
+from deepytorch.recipes.data.text import (
     IGNORED_LABEL,
     Example,
     InstructionPair,
@@ -33,13 +35,11 @@ from deepytorch.recipes._data import (
     collate,
     standard_library_pairs,
 )
-from deepytorch.recipes._instructions import TextOptions, fill_rows, prepare_data
-from deepytorch.recipes._run import Process
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 DIGEST = """
 import hashlib
-from deepytorch.recipes._data import standard_library_pairs
+from deepytorch.recipes.data.text import standard_library_pairs
 print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
 """
 
@@ -513,16 +513,16 @@ def test_offline_is_found_out_once_and_said(answer, online, monkeypatch, tmp_pat
             raise answer
         return io.BytesIO()
 
-    monkeypatch.setattr(_hub.urllib.request, "urlopen", urlopen)
-    _hub.is_online.cache_clear()
-    assert _hub.loading_options(str(tmp_path)) == {}  # a folder asks nobody
+    monkeypatch.setattr(hub.urllib.request, "urlopen", urlopen)
+    hub.is_online.cache_clear()
+    assert hub.loading_options(str(tmp_path)) == {}  # a folder asks nobody
     assert not asked
     for _ in range(2):
-        found = _hub.loading_options("some/model")
+        found = hub.loading_options("some/model")
         assert found == ({} if online else {"local_files_only": True})
     assert len(asked) == 1
     assert ("offline" in capsys.readouterr().out) == (not online)
-    _hub.is_online.cache_clear()
+    hub.is_online.cache_clear()
 
 
 def test_a_batch_order_continues_at_its_position():

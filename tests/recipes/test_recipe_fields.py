@@ -8,12 +8,12 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from deepytorch.recipes._chat import encode, prompt_of
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import read_conversations
-from deepytorch.recipes._data import IGNORED_LABEL, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions, prepare_data
-from deepytorch.recipes._run import Process
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process
+from deepytorch.recipes.data.chat import encode, prompt_of
+from deepytorch.recipes.data.conversations import read_conversations
+from deepytorch.recipes.data.instructions import TextOptions, prepare_data
+from deepytorch.recipes.data.text import IGNORED_LABEL, byte_tokenizer
 from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 # Tools, calls, names and thoughts have a place; as Qwen3's, it drops thoughts before a question.

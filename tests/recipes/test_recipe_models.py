@@ -28,10 +28,10 @@ from transformers import (
 )
 
 from deepytorch.recipes import bert_mlm, llama_sft
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._data import byte_tokenizer
-from deepytorch.recipes._engines import own_state, refuse_other_weights
-from deepytorch.recipes._models import load_model, refuse_beyond_positions, save_checkpoint
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.data.text import byte_tokenizer
+from deepytorch.recipes.models.language import load_model, refuse_beyond_positions, save_checkpoint
+from deepytorch.recipes.runner.engines import own_state, refuse_other_weights
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {**SIZE, "intermediate_size": 16, "max_position_embeddings": 24}

@@ -8,11 +8,11 @@ import json
 import datasets
 import pytest
 
-from deepytorch.recipes._chat import encode
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import has_empty_answer, read_conversations
-from deepytorch.recipes._data import IGNORED_LABEL, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.data.chat import encode
+from deepytorch.recipes.data.conversations import has_empty_answer, read_conversations
+from deepytorch.recipes.data.instructions import TextOptions
+from deepytorch.recipes.data.text import IGNORED_LABEL, byte_tokenizer
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "jsonl", "folder", "saved"])

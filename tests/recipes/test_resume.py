@@ -14,11 +14,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from deepytorch.recipes import _checkpoint, bert_mlm
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._optimizers import make_schedule
-from deepytorch.recipes._run import Process, StepProgress
-from deepytorch.recipes._trainer import Trainer
+from deepytorch.recipes import bert_mlm
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.base.run import Process, StepProgress
+from deepytorch.recipes.runner import checkpoint
+from deepytorch.recipes.runner.optimizers import make_schedule
+from deepytorch.recipes.runner.trainer import Trainer
 
 STEPS = 12
 OTHER_DATA = "data        other examples than the checkpoint was trained on"
@@ -51,13 +52,13 @@ def unbroken(tmp_path_factory):
     run_dir = only_run_dir(output_dir)
     found = losses(run_dir)
     assert len(found) == STEPS
-    return found, _checkpoint.checkpoints(run_dir / "checkpoints")[-1]
+    return found, checkpoint.checkpoints(run_dir / "checkpoints")[-1]
 
 
 # A run that is killed as it shows a step, whose number is the first argument.
 KILLED = """
 import os, signal, sys
-from deepytorch.recipes import _run, bert_mlm
+from deepytorch.recipes.base import run as _run; from deepytorch.recipes import bert_mlm
 
 def update(self, step, text):
     if step == last:
@@ -149,9 +150,9 @@ def process(world_size=1):
 @pytest.fixture
 def one_rank(monkeypatch):
     """No process group: what all ranks would say is what this one says."""
-    monkeypatch.setattr(_checkpoint, "everyones", lambda problem, process: problem)
-    monkeypatch.setattr(_checkpoint, "on_main", lambda action, process: action())
-    monkeypatch.setattr(_checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 0)
+    monkeypatch.setattr(checkpoint, "everyones", lambda problem, process: problem)
+    monkeypatch.setattr(checkpoint, "on_main", lambda action, process: action())
+    monkeypatch.setattr(checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 0)
 
 
 class FakeEngine:
@@ -173,14 +174,14 @@ class FakeEngine:
 
 
 def save(engine, step, folder, keep=1, previous=None):
-    return _checkpoint.save(
+    return checkpoint.save(
         engine,
         {"step": step},
         folder,
         process(),
         keep=keep,
         facts={"recipe": "r"},
-        written=_checkpoint.Written(1, 2, 3),
+        written=checkpoint.Written(1, 2, 3),
         previous=previous,
     )
 
@@ -191,7 +192,7 @@ def test_full_disk_keeps_the_old_checkpoint(one_rank, tmp_path):
     (kept,) = tmp_path.iterdir()
     assert kept.name == "step-00000003"
     engine = FakeEngine()
-    state = _checkpoint.load(engine, kept, process(), facts={"recipe": "r"})
+    state = checkpoint.load(engine, kept, process(), facts={"recipe": "r"})
     assert state == {"step": 3}
     assert torch.equal(engine.weights, torch.ones(2))
 
@@ -199,7 +200,7 @@ def test_full_disk_keeps_the_old_checkpoint(one_rank, tmp_path):
 def test_only_the_newest_are_kept(one_rank, tmp_path):
     for step in range(1, 6):
         assert save(FakeEngine(torch.ones(2)), step, tmp_path, keep=2) is None
-    assert [path.name for path in _checkpoint.checkpoints(tmp_path)] == [
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
         "step-00000004",
         "step-00000005",
     ]
@@ -212,11 +213,11 @@ def test_what_came_after_the_resumed_step_is_set_aside(one_rank, tmp_path):
         assert save(FakeEngine(torch.zeros(2)), step, tmp_path, keep=5) is None
     new = resumed + random.randint(1, 9)
     assert "No space left" in save(FakeEngine(), new, tmp_path, keep=keep, previous=resumed)
-    assert [int(path.name[5:]) for path in _checkpoint.checkpoints(tmp_path)] == steps
+    assert [int(path.name[5:]) for path in checkpoint.checkpoints(tmp_path)] == steps
     assert save(FakeEngine(torch.ones(2)), new, tmp_path, keep=keep, previous=resumed) is None
-    left = [int(path.name[5:]) for path in _checkpoint.checkpoints(tmp_path)]
+    left = [int(path.name[5:]) for path in checkpoint.checkpoints(tmp_path)]
     assert left == [*(step for step in steps if step <= resumed), new][-keep:]
-    weights = torch.load(_checkpoint.checkpoints(tmp_path)[-1] / "state.pt", weights_only=True)
+    weights = torch.load(checkpoint.checkpoints(tmp_path)[-1] / "state.pt", weights_only=True)
     assert torch.equal(weights, torch.ones(2))
     aside = {int(path.name[5:]) for path in tmp_path.glob("abandoned/*")}
     assert aside == {step for step in steps if step > resumed}
@@ -229,21 +230,21 @@ def test_what_came_after_the_resumed_step_is_set_aside(one_rank, tmp_path):
 )
 def test_what_a_rank_cannot_read_is_an_error_of_all(one_rank, tmp_path, monkeypatch, content):
     assert save(FakeEngine(torch.ones(2)), 3, tmp_path) is None
-    (path,) = _checkpoint.checkpoints(tmp_path)
+    (path,) = checkpoint.checkpoints(tmp_path)
     (path / "state.pt").write_bytes(content)
     # Only the first rank of each node looks at all files.
-    monkeypatch.setattr(_checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 1)
+    monkeypatch.setattr(checkpoint.dist, "get_node_local_rank", lambda fallback_rank: 1)
     with pytest.raises(RecipeError, match="cannot resume from"):
-        _checkpoint.load(FakeEngine(), path, process(), facts={})
+        checkpoint.load(FakeEngine(), path, process(), facts={})
 
 
 def test_nothing_is_loaded_where_another_rank_finds_damage(one_rank, tmp_path, monkeypatch):
     assert save(FakeEngine(torch.ones(2)), 3, tmp_path) is None
-    (path,) = _checkpoint.checkpoints(tmp_path)
-    monkeypatch.setattr(_checkpoint, "everyones", lambda problem, process: "rank 1: damaged")
+    (path,) = checkpoint.checkpoints(tmp_path)
+    monkeypatch.setattr(checkpoint, "everyones", lambda problem, process: "rank 1: damaged")
     engine = FakeEngine()
     with pytest.raises(RecipeError, match="rank 1: damaged"):
-        _checkpoint.load(engine, path, process(), facts={})
+        checkpoint.load(engine, path, process(), facts={})
     assert engine.weights is None
 
 
@@ -266,22 +267,22 @@ def test_damaged_checkpoints_are_refused(one_rank, unbroken, tmp_path, harm, mes
     shutil.copytree(unbroken[1], path)
     harm(path)
     with pytest.raises(RecipeError, match=message):
-        _checkpoint.load(FakeEngine(), path, process(), facts={})
+        checkpoint.load(FakeEngine(), path, process(), facts={})
 
 
 def test_other_ranks_recipe_or_engine_is_an_error(one_rank, unbroken):
     facts = json.loads((unbroken[1] / "manifest.json").read_text())
     assert facts["world_size"] == 1
     with pytest.raises(RecipeError, match="1 processes wrote it and this run has 4"):
-        _checkpoint.load(FakeEngine(), unbroken[1], process(4), facts={})
+        checkpoint.load(FakeEngine(), unbroken[1], process(4), facts={})
     with pytest.raises(RecipeError, match="written with recipe=bert_mlm, this is llama_sft"):
-        _checkpoint.load(FakeEngine(), unbroken[1], process(), facts={"recipe": "llama_sft"})
+        checkpoint.load(FakeEngine(), unbroken[1], process(), facts={"recipe": "llama_sft"})
 
 
 def test_resume_without_a_checkpoint_says_what_to_give(tmp_path):
-    assert _checkpoint.find("auto", str(tmp_path), "bert_mlm") is None
+    assert checkpoint.find("auto", str(tmp_path), "bert_mlm") is None
     with pytest.raises(RecipeError, match="is no checkpoint and no run with one"):
-        _checkpoint.find(str(tmp_path), str(tmp_path), "bert_mlm")
+        checkpoint.find(str(tmp_path), str(tmp_path), "bert_mlm")
 
 
 def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch, capsys):

@@ -18,15 +18,15 @@ from transformers import (
 )
 
 from deepytorch.recipes import (
-    _diffusion,
-    _images,
     bert_mlm,
     llama_sft,
     qwen_lora,
     resnet50_ddp,
     stable_diffusion_dreambooth,
 )
-from deepytorch.recipes._config import RecipeError, load_config
+from deepytorch.recipes.base.config import RecipeError, load_config
+from deepytorch.recipes.data import images as _images
+from deepytorch.recipes.models import diffusion
 
 CPU = ["device=cpu", "warmup_steps=1"]
 QWEN = ["hidden_size=32", "num_layers=1", "num_heads=2", "max_length=64", "sample_tokens=3"]
@@ -185,7 +185,7 @@ def test_whole_unet_is_saved_as_a_pipeline(tmp_path):
 
 @pytest.mark.parametrize("architecture", ["sd15", "sdxl"])
 def test_lora_loads_into_a_pipeline(tmp_path, architecture, monkeypatch):
-    monkeypatch.setattr(_diffusion, "fit_vae", lambda vae, images: None)
+    monkeypatch.setattr(diffusion, "fit_vae", lambda vae, images: None)
     with_text = architecture == "sd15"
     words = [f"architecture={architecture}", f"train_text_encoder={str(with_text).lower()}"]
     run_dir = run(
@@ -204,25 +204,25 @@ def test_lora_loads_into_a_pipeline(tmp_path, architecture, monkeypatch):
 
 
 def test_a_pipeline_keeps_its_own_scheduler(tmp_path):
-    parts = _diffusion.small_parts("sd15", 32)
+    parts = diffusion.small_parts("sd15", 32)
     parts.sampler = PNDMScheduler.from_config(parts.scheduler.config)
     parts.pipeline().save_pretrained(tmp_path)
-    loaded = _diffusion.load_parts(str(tmp_path))
+    loaded = diffusion.load_parts(str(tmp_path))
     assert type(loaded.scheduler).__name__ == "DDPMScheduler"
     assert type(loaded.pipeline().scheduler).__name__ == "PNDMScheduler"
 
 
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction", "sample", "flow"])
 def test_target_follows_the_scheduler(kind):
-    parts = _diffusion.small_parts("sd15", 32)
+    parts = diffusion.small_parts("sd15", 32)
     parts.scheduler.register_to_config(prediction_type=kind)
     latents, noise = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
     steps = torch.tensor([10, 700])
     if kind == "flow":
         with pytest.raises(RecipeError, match="prediction_type is 'flow'"):
-            _diffusion.target_of(parts.scheduler, latents, noise, steps)
+            diffusion.target_of(parts.scheduler, latents, noise, steps)
         return
-    target = _diffusion.target_of(parts.scheduler, latents, noise, steps)
+    target = diffusion.target_of(parts.scheduler, latents, noise, steps)
     alpha = parts.scheduler.alphas_cumprod[steps].double()[:, None, None, None]
     expected = {
         "epsilon": noise.double(),
@@ -240,7 +240,7 @@ def test_dry_run_counts_parameters_exactly(tmp_path, capsys):
 
 
 def test_estimates_follow_the_engine():
-    from deepytorch.recipes._memory import state_bytes
+    from deepytorch.recipes.runner.memory import state_bytes
 
     model = torch.nn.Linear(100, 10)
     size = 4 * 1010

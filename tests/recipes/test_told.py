@@ -8,10 +8,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from deepytorch.recipes import _loop, bert_mlm
-from deepytorch.recipes._run import StepProgress
-from deepytorch.recipes._told import Telling
-from deepytorch.recipes._trainer import Trainer
+from deepytorch.recipes import bert_mlm
+from deepytorch.recipes.base.run import StepProgress
+from deepytorch.recipes.runner import loop
+from deepytorch.recipes.runner.step_log import Telling
+from deepytorch.recipes.runner.trainer import Trainer
 
 STEPS = 7
 TINY = [
@@ -64,7 +65,7 @@ def test_a_loss_is_read_when_the_next_step_is_under_way(tmp_path, monkeypatch, e
     expected = [(kind, number) for number in range(1, STEPS + 1) for kind in ("step", "read")]
     assert events == expected
     events.clear()
-    monkeypatch.setattr(_loop, "Telling", AsOnAGpu)
+    monkeypatch.setattr(loop, "Telling", AsOnAGpu)
     assert train(tmp_path / "late") == 0
     late = [("step", 1)]
     for number in range(2, STEPS + 1):
@@ -78,7 +79,7 @@ def test_a_loss_is_read_when_the_next_step_is_under_way(tmp_path, monkeypatch, e
 
 
 def test_what_is_saved_or_evaluated_has_its_losses_read(tmp_path, monkeypatch, events):
-    monkeypatch.setattr(_loop, "Telling", AsOnAGpu)
+    monkeypatch.setattr(loop, "Telling", AsOnAGpu)
     assert train(tmp_path, "save_every=3", "evaluate_every=2") == 0
     pending = 0
     for kind, number in events:
@@ -94,7 +95,7 @@ def test_what_is_saved_or_evaluated_has_its_losses_read(tmp_path, monkeypatch, e
 
 def test_who_is_told_to_end_does_so_a_step_later_and_goes_on_alike(tmp_path, monkeypatch, capsys):
     assert train(tmp_path / "whole") == 0
-    monkeypatch.setattr(_loop, "Telling", AsOnAGpu)
+    monkeypatch.setattr(loop, "Telling", AsOnAGpu)
     update = StepProgress.update
 
     def told(self, step, text):
@@ -113,7 +114,7 @@ def test_who_is_told_to_end_does_so_a_step_later_and_goes_on_alike(tmp_path, mon
 
 
 def test_a_loss_that_is_none_is_shown_as_such(tmp_path, monkeypatch):
-    monkeypatch.setattr(_loop, "Telling", AsOnAGpu)
+    monkeypatch.setattr(loop, "Telling", AsOnAGpu)
     step = Trainer.step
 
     def broken(self, micro_batches):

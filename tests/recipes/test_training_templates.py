@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch.recipes import _training_template
-from deepytorch.recipes._chat import encode, prompt_of
-from deepytorch.recipes._config import RecipeError
-from deepytorch.recipes._conversations import Conversation, Message
-from deepytorch.recipes._data import IGNORED_LABEL, byte_tokenizer
-from deepytorch.recipes._instructions import TextOptions
+from deepytorch.recipes.base.config import RecipeError
+from deepytorch.recipes.data import training_template
+from deepytorch.recipes.data.chat import encode, prompt_of
+from deepytorch.recipes.data.conversations import Conversation, Message
+from deepytorch.recipes.data.instructions import TextOptions
+from deepytorch.recipes.data.text import IGNORED_LABEL, byte_tokenizer
 
 trl = pytest.importorskip("trl", minversion="1.16")
 from trl.data_utils import prepare_multimodal_messages  # noqa: E402
@@ -143,5 +143,5 @@ def test_without_trl_marks_show_where_answers_lie(monkeypatch):
 
     (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
     expected = answers()
-    monkeypatch.setattr(_training_template, "_known", lambda tokenizer, template: None)
+    monkeypatch.setattr(training_template, "_known", lambda tokenizer, template: None)
     assert answers() == expected == ["3<|im_end|>", "3<|im_end|>"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepytorch.cli import explain_patches
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing import run_program
 
 # Modules whose attributes, and those of their classes, are compared.
@@ -90,7 +90,7 @@ def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Pat
         + "torch.compile(torch.nn.Linear(1, 1), backend='eager')(torch.ones(1, 1))\n"
         + "before = held()\n"
         + "import deepytorch\n"
-        + "from deepytorch_core.patching import replaced\n"
+        + "from deepytorch_core.base.patching import replaced\n"
         + "kept = train()\n"
         + "on = differing(before, held())\n"
         + "listed = [(one.owner, one.name, one.why) for one in replaced()]\n"
@@ -168,7 +168,8 @@ def test_an_adapters_own_call_takes_back_what_came_unasked(tmp_path: Path) -> No
     found = told(
         "import deepytorch, json, torch\n"
         "from accelerate import Accelerator\n"
-        "from deepytorch.integrations import _contract, _seams\n"
+        "from deepytorch.integrations.common import contract as _contract\n"
+        "from deepytorch.integrations.seams import arm as _seams\n"
         "from deepytorch.integrations.accelerate import DeepytorchPlugin\n"
         "def decided(*handlers):\n"
         "    accelerator = Accelerator(cpu=True, kwargs_handlers=list(handlers))\n"

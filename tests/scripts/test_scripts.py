@@ -40,10 +40,10 @@ sys.path += {folders}
 found = {{"modules": sorted(name for name in sys.modules if name.startswith("deepytorch."))}}
 if "deepytorch" in sys.modules:
     import deepytorch
-    from deepytorch.integrations import _seams
+    from deepytorch.integrations.seams import arm as _seams
     found |= {{"decisions": deepytorch.report().decisions, "met": _seams.met()}}
     deepytorch.deactivate()
-    from deepytorch_core import patching
+    from deepytorch_core.base import patching
     found["left"] = [f"{{one.owner}}.{{one.name}}" for one in patching.replaced()]
 print("\\ndid:", json.dumps(found, default=str), flush=True)
 """

@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 HERE = Path(__file__).parent
 STOCK = "stock"

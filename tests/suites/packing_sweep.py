@@ -22,8 +22,8 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from deepytorch.integrations import _packing_contents, _packing_probe, _packing_twin
-from deepytorch.integrations._packed_forward import Conventions, PackedForward
+from deepytorch.integrations.padding_free import packing_contents, packing_probe, packing_twin
+from deepytorch.integrations.padding_free.packed_forward import Conventions, PackedForward
 
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -51,13 +51,13 @@ def tried(kind: type, config: type) -> str | None:
     Raises AssertionError where it is packed and trains otherwise.
     """
     try:
-        twin = _packing_twin.Twin(kind.__module__, kind.__qualname__, config(), frozenset(), None)
-        found = _packing_twin.examine(twin)
-    except _packing_probe.Unsupported as reason:
+        twin = packing_twin.Twin(kind.__module__, kind.__qualname__, config(), frozenset(), None)
+        found = packing_twin.examine(twin)
+    except packing_probe.Unsupported as reason:
         return str(reason)
     except Exception as error:
         return f"{type(error).__name__}: {error}".partition("\n")[0]
-    model = _packing_twin._made(twin)
+    model = packing_twin._made(twin)
     for batch in batches(model, found):
         compare(model, found, batch)
     return None
@@ -67,7 +67,7 @@ def batches(model: Any, found: Conventions) -> Iterator[dict[str, torch.Tensor]]
     """As trainings may have them, with what a packed row may bring."""
     for seed, padding_side in enumerate(("right", "left")):
         generator = torch.Generator().manual_seed(seed)
-        plain = _packing_probe._batch(model)
+        plain = packing_probe._batch(model)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, plain["input_ids"].shape, generator=generator)
         plain["input_ids"] = torch.where(plain["attention_mask"] != 0, ids, plain["input_ids"])
@@ -75,10 +75,10 @@ def batches(model: Any, found: Conventions) -> Iterator[dict[str, torch.Tensor]]
             plain = {name: one.flip(1) for name, one in plain.items()}
             first = plain["attention_mask"].argmax(dim=1, keepdim=True)
             plain["labels"].scatter_(1, first, -100)  # else it is predicted from padding
-        special = _packing_contents.special(model, plain, model)
+        special = packing_contents.special(model, plain, model)
         yield special
         for name in found.per_token:
-            yield {**special, name: _packing_contents._entries(name, model, plain)}
+            yield {**special, name: packing_contents._entries(name, model, plain)}
 
 
 def compare(model: Any, found: Conventions, batch: dict[str, torch.Tensor]) -> None:

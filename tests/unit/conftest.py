@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config, console
-from deepytorch_core.config import Options
+from deepytorch_core.base import config, console
+from deepytorch_core.base.config import Options
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def destroy_gloo():
 
 def served():
     from torch.distributed import distributed_c10d as c10d
-    from deepytorch_core import c10d_patches, rewrite
+    from deepytorch_core.c10d import patches as c10d_patches, rewrite
     devices = c10d_patches.served(c10d, c10d._get_default_group())
     return c10d_patches.serving_name(), rewrite.join(devices)
 
@@ -102,7 +102,7 @@ def test_switched_off_it_does_nothing_at_all() -> None:
         "from torch.distributed import distributed_c10d as c10d\n"
         "assert not deepytorch.is_active()\n"
         "assert not hasattr(c10d._new_process_group_helper, '__deepytorch_original__')\n"
-        "assert 'deepytorch_core.c10d_patches' not in sys.modules\n"
+        "assert 'deepytorch_core.c10d.patches' not in sys.modules\n"
         + INIT
         + "print(*init('gloo'))\n"
     )
@@ -113,7 +113,7 @@ def test_switched_off_it_does_nothing_at_all() -> None:
 def test_switched_off_an_explicit_name_still_works_through_gloo_itself() -> None:
     lines = output(
         "import os, sys, torch, torch.distributed as dist\n"
-        "from deepytorch_core import backend\n"
+        "from deepytorch_core.c10d import backend\n"
         "backend.register()\n"
         + INIT
         + "print(*init('deepytorch'))\n"
@@ -170,7 +170,7 @@ def test_a_misspelt_variable_is_told() -> None:
 def test_options_change_and_reset() -> None:
     lines = output(
         "import deepytorch\n"
-        "from deepytorch_core import config\n"
+        "from deepytorch_core.base import config\n"
         "deepytorch.activate(timeout_s=5)\n"
         "deepytorch.activate(log='error')\n"
         "print(config.current().timeout_s, config.current().log)\n"
@@ -233,7 +233,7 @@ def test_a_torch_that_is_not_as_expected_is_left_alone() -> None:
     # Inside `import torch` nothing of ours may raise.
     result = run(
         "import deepytorch\n"
-        "from deepytorch_core import backend\n"
+        "from deepytorch_core.c10d import backend\n"
         "def broken():\n"
         "    raise AttributeError('no such thing in this torch')\n"
         "backend.register = broken\n"

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import adapter, trust
-from deepytorch_core.adapter import Sources
-from deepytorch_core.errors import AdapterError
+from deepytorch_core.base import file_permissions
+from deepytorch_core.base.errors import AdapterError
+from deepytorch_core.c10d import adapter
+from deepytorch_core.c10d.adapter import Sources
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +43,7 @@ PyObject* answer() { return PyLong_FromLong(ANSWER); }
 BUILD = """\
 import sys
 from pathlib import Path
-from deepytorch_core import adapter, trust
+from deepytorch_core.c10d import adapter; from deepytorch_core.base import file_permissions as trust
 module = adapter.load(adapter.Sources(Path(sys.argv[1])))
 print("answer", module.answer())
 """
@@ -375,7 +376,7 @@ def test_a_folder_of_another_user_is_never_loaded_from(
     (places / f"adapter-{os.geteuid()}").rename(places / f"adapter-{other_user}")
     monkeypatch.setattr("os.geteuid", lambda: other_user)
     # Files of root are trusted by everyone, and these tests may be run by root.
-    monkeypatch.setattr(trust, "_trusted", lambda: {other_user})
+    monkeypatch.setattr(file_permissions, "_trusted", lambda: {other_user})
     assert adapter.find(sources) is None
     # The same has happened to the folder among the temporary files: nothing is left but to say so.
     (tmp_path / "tmp" / f"deepytorch-{other_user}").mkdir()

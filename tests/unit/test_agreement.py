@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from deepytorch_core import agreement
-from deepytorch_core.agreement import agree, numbered
+from deepytorch_core.base import agreement
+from deepytorch_core.base.agreement import agree, numbered
 
 Prepare = Callable[[], str | None]
 

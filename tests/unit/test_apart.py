@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepytorch_core import apart, counts
-from deepytorch_core.patching import Patches, original_of
+from deepytorch_core.base.patching import Patches, original_of
+from deepytorch_core.metering import apart, counts
 
 LINE = "seem to train apart"
 SIZE = 1000  # bytes of a model below: 4 * 250

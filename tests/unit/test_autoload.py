@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import autoload
+from deepytorch_core.c10d import autoload
 
 ROOT = Path(__file__).parents[2]
 
 ENTRY_POINTS = """\
 [torch.backends]
-deepytorch = deepytorch_core.autoload:register
+deepytorch = deepytorch_core.c10d.autoload:register
 [torch.distributed.backends]
-deepytorch = deepytorch_core.autoload:register
+deepytorch = deepytorch_core.c10d.autoload:register
 """
 
 
@@ -61,8 +61,9 @@ def test_torch_knows_the_name_after_import_and_nothing_else_has_changed(installe
         "assert c10d.Backend.default_device_backend_map['cpu'] == 'gloo'\n"
         "assert not hasattr(c10d._new_process_group_helper, '__deepytorch_original__')\n"
         # Nothing that costs time was loaded: no facade, no core, no build machinery.
-        "heavy = {'deepytorch', 'deepytorch_core.activation', 'deepytorch_core.adapter',\n"
-        "         'deepytorch_core._core', 'deepytorch_c10d', 'torch.utils.cpp_extension'}\n"
+        "heavy = {'deepytorch', 'deepytorch_core.c10d.activation',\n"
+        "         'deepytorch_core.c10d.adapter', 'deepytorch_core._core',\n"
+        "         'deepytorch_c10d', 'torch.utils.cpp_extension'}\n"
         "print('loaded:', sorted(heavy & set(sys.modules)))\n",
         installed,
         ROOT,
@@ -72,11 +73,13 @@ def test_torch_knows_the_name_after_import_and_nothing_else_has_changed(installe
 
 def test_an_error_in_it_does_not_break_import_torch(installed: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    (broken / "deepytorch_core").mkdir(parents=True)
-    source = (ROOT / "deepytorch_core" / "autoload.py").read_text()
-    (broken / "deepytorch_core" / "__init__.py").write_text("")
-    (broken / "deepytorch_core" / "autoload.py").write_text(source)
-    (broken / "deepytorch_core" / "backend.py").write_text("raise RuntimeError('broken install')\n")
+    package = broken / "deepytorch_core/c10d"
+    package.mkdir(parents=True)
+    source = (ROOT / "deepytorch_core/c10d/autoload.py").read_text()
+    (broken / "deepytorch_core/__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "autoload.py").write_text(source)
+    (package / "backend.py").write_text("raise RuntimeError('broken install')\n")
     assert run("import torch; print(torch.ones(2).sum().item())", installed, broken) == "2.0\n"
 
 

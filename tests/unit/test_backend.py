@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deepytorch_core import activation, adapter, backend, config, delegates
-from deepytorch_core.delegates import GroupSpec, StockFactory
-from deepytorch_core.errors import AdapterError
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import AdapterError
+from deepytorch_core.c10d import activation, adapter, backend, delegates
+from deepytorch_core.c10d.delegates import GroupSpec, StockFactory
 from deepytorch_core.network import gloo_env
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepytorch_core.bench import baselines
+from deepytorch_core.bench import baselines, rivals
 from deepytorch_core.bench.baselines import deepspeed_shm, mpi
 from deepytorch_core.bench.job import BenchError
 
@@ -52,11 +52,11 @@ def test_a_missing_package_is_named(nothing_installed, baseline, message):
 
 def test_backends_of_torch_need_nothing():
     with baselines.prepare("gloo", 2) as setup:
-        assert setup == baselines.Setup()
+        assert setup == rivals.Setup()
 
 
 def test_every_baseline_has_limits():
-    assert set(baselines.LIMITS) == set(baselines.BASELINES)
+    assert set(rivals.LIMITS) == set(rivals.BASELINES)
 
 
 def test_the_record_names_the_mpi_settings_of_the_user_too(mpi_packages, monkeypatch, tmp_path):

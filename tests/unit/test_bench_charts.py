@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from deepytorch_core.base.provenance import write_record
 from deepytorch_core.bench import charts, pairs, tables
-from deepytorch_core.bench.record import write_record
 
 ROOT = Path(__file__).parents[2]
 

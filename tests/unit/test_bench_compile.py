@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from deepytorch.cli import app, bench
 from deepytorch.workloads import compile_suite
 from deepytorch.workloads.compile_worker import CompileJob, _steady, record_of
+from deepytorch_core.base.provenance import provenance
 from deepytorch_core.bench import launch, tables
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import COMPILE_FIELDS, provenance
+from deepytorch_core.bench.record import COMPILE_FIELDS
 from deepytorch_core.compile.phases import Spent
 
 

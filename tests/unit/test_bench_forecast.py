@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch_core.base.provenance import read_records
 from deepytorch_core.bench import forecast
 from deepytorch_core.bench.forecast import FLAT, HIERARCHICAL, TREE, Counts, Model, Point, Shape
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import read_records
 from deepytorch_core.network.link import Link
 from deepytorch_core.testing.emulation import Setting, seats
 

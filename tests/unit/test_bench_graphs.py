@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepytorch_core.bench import baselines, graphs, memory, timing, worker
+from deepytorch_core.bench import graphs, memory, timing, worker
+from deepytorch_core.bench.baselines.arm import Trial
 from deepytorch_core.bench.collectives import Bench
 from deepytorch_core.bench.job import BenchError, Job
 from deepytorch_core.bench.ops import OPERATIONS, share_bytes
@@ -78,7 +79,7 @@ def bench_of(job, log, *, call_us=100.0, broken=False):
             if buffers.output is not buffers.input:
                 buffers.output.copy_(buffers.input)
 
-        return baselines.Trial(call, buffers, "copy")
+        return Trial(call, buffers, "copy")
 
     bench.prepare_ours = bench.prepare_baseline = prepare
     return bench

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench import reference
 from deepytorch_core.bench.collectives import Bench
 from deepytorch_core.bench.ops import OPERATIONS

@@ -3,10 +3,10 @@
 import pytest
 
 from deepytorch.cli import bench_table
-from deepytorch_core import counts
 from deepytorch_core.bench import timing
 from deepytorch_core.bench.job import Job
 from deepytorch_core.bench.rows import Measured, cases, row_of
+from deepytorch_core.metering import counts
 
 
 def candidate(algorithm, median_us, **changes):

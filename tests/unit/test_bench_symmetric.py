@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepytorch_core.bench import baselines
+from deepytorch_core.bench import baselines, rivals
 from deepytorch_core.bench.baselines import nccl_symm, torch_symm
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.ops import Buffers
@@ -29,7 +29,7 @@ def test_kernels_with_multicast_are_never_offered():
     names = [name for ways in torch_symm.OFFERED.values() for name in ways]
     assert names
     assert not [name for name in names if "multimem" in name]
-    assert set(torch_symm.OFFERED) == set(baselines.LIMITS["torch-symm"].ops)
+    assert set(torch_symm.OFFERED) == set(rivals.LIMITS["torch-symm"].ops)
 
 
 def test_this_torch_has_the_kernels():

@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from deepytorch_core.base.provenance import write_record
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.plot import plot, series
-from deepytorch_core.bench.record import (
-    COLLECTIVE_FIELDS,
-    DDP_FIELDS,
-    SCRIPT_FIELDS,
-    TRAIN_FIELDS,
-    write_record,
-)
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS, DDP_FIELDS, SCRIPT_FIELDS, TRAIN_FIELDS
 
 
 def row(num_bytes, **changes):

@@ -19,9 +19,9 @@ import deepytorch
 from deepytorch import cli
 from deepytorch.cli import launcher, train
 from deepytorch.recipes import DESCRIPTIONS, RECIPES
-from deepytorch.recipes._config import load_config
-from deepytorch.recipes._settings import OPTIONS
-from deepytorch_core import config
+from deepytorch.recipes.base.config import load_config
+from deepytorch.recipes.data.settings import OPTIONS
+from deepytorch_core.base import config
 from deepytorch_core.bench import launch
 
 COMMANDS = [
@@ -406,6 +406,8 @@ def test_installed_recipes_are_found_without_importing_them(tmp_path, monkeypatc
     package.mkdir()
     for name in ("__init__", "good", "_data"):
         (package / f"{name}.py").write_text("" if name == "__init__" else "raise RuntimeError\n")
+    (package / "below").mkdir()
+    (package / "below/__init__.py").write_text("raise RuntimeError\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(train, "_PACKAGE", "some_recipes")
     assert train.recipes() == ["good"]

@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch import cli
+from deepytorch_core.base.provenance import read_records
 from deepytorch_core.bench import launch
-from deepytorch_core.bench.record import COLLECTIVE_FIELDS, read_records
+from deepytorch_core.bench.record import COLLECTIVE_FIELDS
 
 
 def invoke(*arguments):

@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 
 from deepytorch.cli import launcher
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.network import addresses
 
 

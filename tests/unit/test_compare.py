@@ -18,13 +18,13 @@ import pytest
 
 from deepytorch.cli import compare, launcher
 from deepytorch.cli.compare import report
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare import result, workspace
 from deepytorch_core.compare.losses import largest_difference
 from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import Sample, judge
-from deepytorch_core.errors import CompareError
 from deepytorch_core.testing import run_program
 
 

@@ -89,7 +89,7 @@ def test_ranks_that_a_script_starts_itself_are_why_it_took_too_long() -> None:
 
 
 def test_what_the_comparison_refuses_is_one_line() -> None:
-    refusal = "deepytorch_core.errors.CompareError: the script would overwrite /w.pt"
+    refusal = "deepytorch_core.base.errors.CompareError: the script would overwrite /w.pt"
     output = OUTPUT.replace("KeyError: 'weights'", refusal)
     library = '[rank1]:   File "/v/lib/python3.11/site-packages/torch/x.py", line 4, in save'
     output = output.replace("[rank1]:     step()", f"[rank1]:     step()\n{library}")

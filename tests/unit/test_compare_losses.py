@@ -14,12 +14,12 @@ import torch
 
 from deepytorch.cli import compare, launcher
 from deepytorch.cli.compare import report
-from deepytorch_core import report_page
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare import nudge, result
 from deepytorch_core.compare.losses import agreement
 from deepytorch_core.compare.receipt import write
 from deepytorch_core.compare.result import NUDGED, OTHERWISE, Sample, judge
-from deepytorch_core.errors import CompareError
+from deepytorch_core.report import page as report_page
 
 STEPS = 40
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deepytorch.cli import compare, launcher
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare import result
 from deepytorch_core.compare.probe import OWN_RANKS, STEPPED
-from deepytorch_core.errors import CompareError
 
 
 def rank_file(folder: Path, rank: int, **changes: Any) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare import made, weights, workspace
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.saves import Saves
-from deepytorch_core.errors import CompareError
 
 LARGE = bytes(range(256)) * 5000  # linked in a view
 

@@ -12,11 +12,11 @@ from torch import nn
 from deepytorch.cli import compare, launcher
 from deepytorch.cli.compare import report
 from deepytorch_core import compile as engine
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 from deepytorch_core.compare import probe
 from deepytorch_core.compare.result import Sample, judge
 from deepytorch_core.compile import ahead, compilation, turns
-from deepytorch_core.config import Options
 
 LAST = compilation.EAGER_STEPS + compilation.COMPILED_STEPS + turns.MOST_STEPS
 

@@ -19,11 +19,11 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config, decisions
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.compile import compilation, policies, regions, worth
 from deepytorch_core.compile import region as region_module
 from deepytorch_core.compile.policies import Policy, register_policy
-from deepytorch_core.config import Options
 
 pytestmark = pytest.mark.usefixtures("own_profile")
 

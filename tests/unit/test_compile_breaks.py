@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepytorch_core.compile import breaks
+from deepytorch_core.guard import breaks
 
 
 class Router:

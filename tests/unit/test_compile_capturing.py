@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 from torch import nn
 
-from deepytorch_core import config, decisions
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.compile import capture, capturing, turns
-from deepytorch_core.config import Options
 
 CAPTURED = capturing.CAPTURING_STEPS
 FIRST_LOOK = CAPTURED + 2 * turns.BLOCK * turns.LOOKS[0]

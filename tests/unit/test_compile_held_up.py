@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepytorch
-from deepytorch_core import console
+from deepytorch_core.base import console
 from deepytorch_core.compile import held_up
 from deepytorch_core.compile.policies import Policy, register_policy
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import control_group, topology
+from deepytorch_core.base import cgroup
 from deepytorch_core.compile import ahead, compilation, outcome, policies, regions, taking_over
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
 from deepytorch_core.compile.taking_over import TakingOver
+from deepytorch_core.topology import model as topology
 
 GPU = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -184,7 +185,7 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         memory=topology.Memory(total_bytes=256 * GIB, available_bytes=200 * GIB),
     )
     monkeypatch.setattr(topology, "discover", lambda: machine)
-    monkeypatch.setattr(control_group, "read_file", {}.get)
+    monkeypatch.setattr(cgroup, "read_file", {}.get)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (120 * GIB, 140 * GIB))
 
@@ -244,7 +245,7 @@ def test_a_containers_memory_is_left_to_the_training(
     text = f"{int(limit) * GIB}" if limit.isdecimal() else limit
     files = dict(zip((f"{folder}/{name}" for name in names), (text, f"{4 * GIB}"), strict=True))
     files[f"{folder}/memory.stat"] = f"inactive_file {GIB}"
-    monkeypatch.setattr(control_group, "read_file", files.get)
+    monkeypatch.setattr(cgroup, "read_file", files.get)
     assert ahead._num_helpers() == number
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64 if process else 16)))
@@ -273,7 +274,7 @@ def test_a_limit_of_a_group_above_this_process_counts(
         files[f"{top}{path}/{names[0]}"] = limit
         files[f"{top}{path}/{names[1]}"] = str(used)
         files[f"{top}{path}/memory.stat"] = f"inactive_file 0\n{names[2]} {cached}"
-    monkeypatch.setattr(control_group, "read_file", files.get)
+    monkeypatch.setattr(cgroup, "read_file", files.get)
     assert ahead._num_helpers() == 3  # the job has 6 GiB left, the step 12
     files[f"{top}/job_7/{names[0]}"] = "max"
     assert ahead._num_helpers() == 6

@@ -15,7 +15,7 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.compile import policies
 
 pytestmark = pytest.mark.usefixtures("own_profile")

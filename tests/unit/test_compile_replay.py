@@ -19,20 +19,20 @@ from torch.utils._pytree import tree_leaves
 
 import deepytorch
 from deepytorch_core import compile as engine
-from deepytorch_core import config, decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.compile import (
     ahead,
     capture,
     capturing,
     compilation,
-    loans,
     policies,
-    recorder,
     regions,
     replay,
 )
 from deepytorch_core.compile.policies import Policy, register_policy
-from deepytorch_core.config import Options
+from deepytorch_core.guard import loans, recorder
 
 # Tests that need a GPU: its random numbers, waiting for it, its streams.
 GPU_ONLY = (

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from deepytorch_core import compiler_import
+from deepytorch_core.base import compiler_import
 
 
 def test_a_forked_child_compiles_with_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

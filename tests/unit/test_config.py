@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepytorch_core import config
-from deepytorch_core.config import Options
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 
 DEFAULTS = Options().to_dict()  # test_public_interface.py has what they must be
 
@@ -165,7 +165,7 @@ def test_compiler_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_the_core_sees_what_is_given_as_keyword() -> None:
     program = (
         "import os\n"
-        "from deepytorch_core import config\n"
+        "from deepytorch_core.base import config\n"
         "before = dict(os.environ)\n"
         "config.set_current(config.Options(log='error', reduce_threads=3))\n"
         "assert config.for_core()['DEEPYTORCH_LOG'] == 'error'\n"

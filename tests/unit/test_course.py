@@ -12,8 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import deepytorch
-from deepytorch_core import course, live
-from deepytorch_core.course import Counters, Course
+from deepytorch_core.metering import step_timer
+from deepytorch_core.metering.step_timer import Counters, Course
+from deepytorch_core.report import live
 
 
 class Clock:
@@ -35,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(course, "time", made)
+    monkeypatch.setattr(step_timer, "time", made)
     monkeypatch.setattr(live, "time", made)
     return made
 
@@ -44,9 +45,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def spent(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Return what the counters say; the test adds to it."""
     values = dict.fromkeys(("exposed_s", "waited_s", "held_s", "data_s", "tuning_s"), 0.0)
-    monkeypatch.setattr(course, "counters", lambda: Counters(**values))
+    monkeypatch.setattr(step_timer, "counters", lambda: Counters(**values))
     monkeypatch.setattr(
-        course, "_clocks", lambda: (values["exposed_s"], values["data_s"], values["tuning_s"])
+        step_timer, "_clocks", lambda: (values["exposed_s"], values["data_s"], values["tuning_s"])
     )
     monkeypatch.delitem(sys.modules, "deepytorch_c10d", raising=False)
     return values
@@ -179,7 +180,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[Course]:
     was_active = deepytorch.is_active()
     deepytorch.deactivate()
     made = Course()
-    monkeypatch.setattr(course, "_course", made)
+    monkeypatch.setattr(step_timer, "_course", made)
     deepytorch.activate()
     yield made
     deepytorch.deactivate()
@@ -224,7 +225,7 @@ def test_the_hook_breaks_no_graph(active: Course) -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def doubled(value: torch.Tensor) -> torch.Tensor:
-        course._stepped(None, (), {})
+        step_timer._stepped(None, (), {})
         return value * 2
 
     assert doubled(torch.ones(3)).tolist() == [2.0] * 3
@@ -235,7 +236,7 @@ def test_figures_are_of_the_steps_since_the_last_call(
     clock: Clock, spent: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, optimizer = Course(), Optimizer()
-    monkeypatch.setattr(course, "_course", seen)
+    monkeypatch.setattr(step_timer, "_course", seen)
     rows = [
         {"algorithm": "one_shot", "calls": 10, "bytes": 1e6},
         {"algorithm": "delegate", "calls": 10, "bytes": 1e6},
@@ -270,7 +271,7 @@ def test_figures_are_of_the_steps_since_the_last_call(
 @pytest.mark.usefixtures("clock", "spent")
 def test_the_loss_is_found_among_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Course()
-    monkeypatch.setattr(course, "_course", seen)
+    monkeypatch.setattr(step_timer, "_course", seen)
     live.logged({"loss": 1.5, "epoch": 0.1}, 10)
     live.logged({"train_loss": 2}, 20)
     live.logged({"accuracy": 0.5, "loss": "nan"}, 30)

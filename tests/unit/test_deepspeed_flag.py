@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 STAND_IN = """\
 # `import deepspeed` imports torch first; that is where autoload runs.
-from deepytorch_core import autoload
+from deepytorch_core.c10d import autoload
 autoload.register()
 {early}
 def initialize(args=None, model=None, config=None, config_params=None):
     return "stock"
 """
 ADAPTER = """\
-import deepytorch_core.activation as activation
+import deepytorch_core.c10d.activation as activation
 def take_over(original, args, kwargs):
     return "ours", original(*args, **kwargs), activation.is_active()
 """
@@ -58,13 +58,14 @@ FLAGGED = "{'deepytorch': {'enabled': True}}"
     "before",
     [
         "import deepspeed",
-        "from deepytorch_core import autoload; autoload.register(); import deepspeed",
+        "from deepytorch_core.c10d import autoload; autoload.register(); import deepspeed",
         pytest.param(
             "import torch, deepspeed",
             marks=pytest.mark.extended,
         ),
         pytest.param(
-            "import deepspeed; from deepytorch_core import deepspeed_flag as f; f.arm('again')",
+            "import deepspeed; from deepytorch_core.c10d import deepspeed_flag; "
+            "deepspeed_flag.arm('again')",
             marks=pytest.mark.extended,
         ),
         "from deepspeed import initialize; import deepspeed; deepspeed.initialize is initialize",
@@ -102,7 +103,7 @@ def test_without_the_section_nothing_of_ours_is_loaded(installed: Path, call: st
     program = (
         f"import sys, deepspeed\nprint({call})\n"
         "heavy = {'stand_in_adapter', 'deepytorch', 'deepytorch_core._core', 'torch',\n"
-        "         'deepytorch_core.activation'}\n"
+        "         'deepytorch_core.c10d.activation'}\n"
         "print(sorted(heavy & set(sys.modules) - {'torch'}))"
     )
     assert run(program, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "stock\n[]"
@@ -145,7 +146,7 @@ def test_without_an_adapter_the_error_says_so(installed: Path) -> None:
 
 def test_disarming_takes_the_last_owner_and_leaves_no_trace(installed: Path) -> None:
     program = (
-        "import deepspeed\nfrom deepytorch_core import deepspeed_flag as flag\n"
+        "import deepspeed\nfrom deepytorch_core.c10d import deepspeed_flag as flag\n"
         f"def see(): print(deepspeed.initialize(config={FLAGGED})[0])\n"
         "flag.arm('a'); flag.arm('a'); flag.disarm('autoload'); see()\n"
         "flag.disarm('a'); see(); print(hasattr(deepspeed.initialize, '__wrapped__'))\n"

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepytorch_core import _core, config, device_memory, registered
+from deepytorch_core import _core
+from deepytorch_core.base import config
+from deepytorch_core.c10d import device_memory, registered
 
 
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from deepytorch_core.config import VARIABLES, Options
+from deepytorch_core.base.config import VARIABLES, Options
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

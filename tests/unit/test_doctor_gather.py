@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch.cli import console
-from deepytorch_core import adapter as adapters
-from deepytorch_core import config, topology
+from deepytorch_core.base import config
+from deepytorch_core.c10d import adapter as adapters
 from deepytorch_core.doctor import machine as machines
 from deepytorch_core.doctor import pci, registry, smi, torch_facts, torch_probe
 from deepytorch_core.doctor.checks import (
@@ -37,6 +37,7 @@ from deepytorch_core.doctor.checks import torch as known_torch
 from deepytorch_core.doctor.finding import Finding, State
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.doctor.torch_facts import TorchFacts
+from deepytorch_core.topology import model as topology
 
 GPU, NIC = "0000:18:00.0", "0000:19:00.0"
 PORT, SWITCH, FIRST, SECOND = "0000:15:01.0", "0000:16:00.0", "0000:17:00.0", "0000:17:01.0"
@@ -354,7 +355,7 @@ def test_ranges_of_frameworks_are_those_of_the_adapters() -> None:
     declared = frameworks.gather(Machine()).ranges
     assert set(declared) == {"deepspeed", "megatron-core", "accelerate", "transformers"}
     integrations = Path(__file__).parents[2] / "integrations"
-    source = "".join(file.read_text() for file in integrations.glob("*.py"))
+    source = "".join(file.read_text() for file in integrations.rglob("*.py"))
     ends = (known_torch.OLDEST, known_torch.FIRST_UNKNOWN)
     oldest, unknown = (".".join(map(str, one)) for one in ends)
     assert f'"torch", ">={oldest},<{unknown}"' in source

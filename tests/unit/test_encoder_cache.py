@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.data import EncoderCache, posterior, sample_posterior
 
 

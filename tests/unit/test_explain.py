@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch_core import explain
 from deepytorch_core.bench.job import BenchError, Nodes
-from deepytorch_core.explain_nodes import BetweenNodes, Phase
-from deepytorch_core.explain_stages import Stages
+from deepytorch_core.report import explain
+from deepytorch_core.report.explain_nodes import BetweenNodes, Phase
+from deepytorch_core.report.explain_stages import Stages
 from deepytorch_core.testing.emulation import EmulationError, namespaces
 
 

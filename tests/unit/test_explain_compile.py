@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import deepytorch
 from deepytorch import cli
 from deepytorch_core import compile as engine
-from deepytorch_core import decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import decisions
 from deepytorch_core.compile import compilation, policies
 from deepytorch_core.compile.policies import Policy, register_policy
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core.bench.record import read_records
+from deepytorch_core.base.provenance import read_records
 from deepytorch_core.testing.faults.__main__ import repeated
 from deepytorch_core.testing.faults.cases import cases
 from deepytorch_core.testing.faults.page import render

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from deepytorch_core.config import Options
-from deepytorch_core.finite import fault_of
+from deepytorch_core.base.config import Options
+from deepytorch_core.base.finite import fault_of
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepytorch_core import decisions, guard, patching
+from deepytorch_core import guard
+from deepytorch_core.base import decisions, patching
 from deepytorch_core.nn import fused_adam
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 from deepytorch_core.nn.swaps import fused_adam as swap

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core.bench.record import read_records
+from deepytorch_core.base.provenance import read_records
 from deepytorch_core.testing import fuzz
 from deepytorch_core.testing.faults.cases import Case
 from deepytorch_core.testing.faults.page import render

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import config, topology
+from deepytorch_core.base import config
 from deepytorch_core.network import addresses, gloo_env
+from deepytorch_core.topology import model as topology
 
 
 @pytest.fixture

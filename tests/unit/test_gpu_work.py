@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from deepytorch_core.gpu_work import GpuWork
+from deepytorch_core.metering.gpu_work import GpuWork
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import config, decisions, guard
-from deepytorch_core.config import Options
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.guard import Candidate, Trial, timing
 
 pytestmark = pytest.mark.usefixtures("quiet_profile")

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import _core, unlisted
+from deepytorch_core import _core
+from deepytorch_core.base import unlisted
 from deepytorch_core.hang import answer, collect, evidence, processes, record, stacks
 from deepytorch_core.hang.record import Record, RecordError
 

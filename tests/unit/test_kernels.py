@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepytorch_core import config, decisions, guard
-from deepytorch_core.config import Options
+from deepytorch_core import guard
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 from deepytorch_core.nn import kernels
 from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, Undo, apply_kernels
 from deepytorch_core.nn.swaps import fused_optimizer

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import decisions
 from deepytorch_core.nn import channels_last
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 

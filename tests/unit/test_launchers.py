@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from deepytorch_core import launchers
+from deepytorch_core.base import launchers
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_outside_of_a_step_of_slurm_nothing_is_known() -> None:
 
 
 def test_a_launchers_word_comes_before_sruns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepytorch_core import config
+    from deepytorch_core.base import config
 
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         monkeypatch.delenv(name, raising=False)
@@ -49,11 +49,11 @@ def test_a_launchers_word_comes_before_sruns(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_cores_of_a_rank_are_its_own_or_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepytorch_core import own_cores
+    from deepytorch_core.base import cpu_affinity
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert own_cores.of_rank(6) == 6.0
+    assert cpu_affinity.of_rank(6) == 6.0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert own_cores.of_rank(6) == 1.5
+    assert cpu_affinity.of_rank(6) == 1.5
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64 if process else 6)))
-    assert own_cores.of_rank(6) == 6.0
+    assert cpu_affinity.of_rank(6) == 6.0

@@ -53,15 +53,17 @@ FRAMEWORKS = {
 # An adapter may import these of them: its own, and what that one is itself built on.
 ADAPTER_FRAMEWORKS = {
     "transformers": {"transformers", "accelerate"},
-    "_packed_attention": {"transformers"},
-    "_packing_probe": {"transformers"},
-    "_deepspeed_engine": {"deepspeed"},
-    "_moved_batches": {"accelerate"},
-    "_side_copies": {"accelerate"},
-    "_trainer_balance": {"transformers"},
-    "_trainer_figures": {"transformers"},
     "horovod": set[str](),
     "horovod_tensorflow": {"tensorflow"},
+}
+# Packages below the adapters, for several of them, and what single modules of them import.
+SHARED_BY_ADAPTERS = {"common", "kernels", "padding_free", "seams"}
+SHARED_FRAMEWORKS = {
+    "common/moved_batches": {"accelerate"},
+    "padding_free/packed_attention": {"transformers"},
+    "padding_free/packing_probe": {"transformers"},
+    "seams/deepspeed_engine": {"deepspeed"},
+    "seams/side_copies": {"accelerate"},
 }
 # Python layer -> our own layers that it may import besides itself.
 PYTHON_LAYERS: dict[str, set[str]] = {
@@ -84,7 +86,7 @@ PYTHON_FOLDERS = {
     "integrations": "deepytorch.integrations",
     "recipes": "deepytorch.recipes",
 }
-CORE_ENVIRONMENT = "deepytorch_core/config.py"
+CORE_ENVIRONMENT = "deepytorch_core/base/config.py"
 # Tell the ranks they start who they are and where they meet; read nothing.
 WRITES_ENVIRONMENT = {
     f"deepytorch_core/testing/{name}.py" for name in ("forked", "nursery", "script", "worker")
@@ -183,7 +185,10 @@ def _framework_violation(path: str, layer: str, target: str) -> list[str]:
         return []
     if layer == "deepytorch.integrations":
         adapter = PurePosixPath(path).parts[1].removesuffix(".py")
-        if framework in ADAPTER_FRAMEWORKS.get(adapter, {adapter}):
+        allowed = ADAPTER_FRAMEWORKS.get(adapter, {adapter})
+        if adapter in SHARED_BY_ADAPTERS:
+            allowed = SHARED_FRAMEWORKS.get(path[len("integrations/") : -len(".py")], set())
+        if framework in allowed:
             return []
         return [f"{path}: the adapter {adapter} may not import {framework}"]
     if layer in {"deepytorch_core", "deepytorch"}:
@@ -196,8 +201,10 @@ def _adapter_violation(path: str, module: str, full: str) -> list[str]:
     if not (module.startswith(prefix) and full.startswith(prefix)):
         return []
     ours, theirs = (name.removeprefix(prefix).split(".")[0] for name in (module, full))
-    if ours == theirs or theirs.startswith("_"):
+    if ours == theirs or theirs in SHARED_BY_ADAPTERS:
         return []
+    if ours in SHARED_BY_ADAPTERS:
+        return [f"{path}: what adapters share imports none of them ({full})"]
     return [f"{path}: adapters never import each other ({full})"]
 
 
@@ -292,21 +299,23 @@ def test_a_right_include_passes(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("deepytorch_core/adapter.py", "def f():\n    import deepspeed.comm"),
-        ("deepytorch_core/adapter.py", "importlib.import_module('transformers')"),
-        ("deepytorch_core/adapter.py", "from deepytorch.cli import main"),
+        ("deepytorch_core/c10d/adapter.py", "def f():\n    import deepspeed.comm"),
+        ("deepytorch_core/c10d/adapter.py", "importlib.import_module('transformers')"),
+        ("deepytorch_core/c10d/adapter.py", "from deepytorch.cli import main"),
         ("deepytorch_core/bench/job.py", "from ...deepytorch import integrations"),
         ("deepytorch/__init__.py", "from deepytorch.recipes import llama_sft"),
         ("deepytorch/__init__.py", "from . import integrations"),
-        ("integrations/fsdp.py", "import accelerate"),
-        ("integrations/accelerate.py", "from deepytorch.integrations.fsdp import hook"),
-        ("integrations/accelerate.py", "from .fsdp import hook"),
-        ("integrations/ddp.py", "from deepytorch.recipes._data import pairs"),
+        ("integrations/fsdp/__init__.py", "import accelerate"),
+        ("integrations/accelerate/__init__.py", "from deepytorch.integrations.fsdp import hook"),
+        ("integrations/accelerate/__init__.py", "from ..fsdp import hook"),
+        ("integrations/common/contract.py", "import accelerate"),
+        ("integrations/seams/plain.py", "from deepytorch.integrations.ddp import prepare_ddp"),
+        ("integrations/ddp/__init__.py", "from deepytorch.recipes.data.text import pairs"),
         ("recipes/llama_sft.py", "from deepytorch_core.bench.launch import _free_port"),
         ("recipes/llama_sft.py", "from deepytorch_core import _core"),
         ("recipes/llama_sft.py", "from tests import conftest"),
         ("recipes/llama_sft.py", "import os\nrank = os.environ['RANK']"),
-        ("deepytorch_core/report.py", "from os import getenv"),
+        ("deepytorch_core/report/summary.py", "from os import getenv"),
         ("deepytorch_core/testing/nursery.py", "import os\nos.environ['A']"),
     ],
 )
@@ -317,12 +326,18 @@ def test_a_wrong_import_is_found(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("deepytorch_core/config.py", "import os\nos.environ.get('DEEPYTORCH_LOG')"),
+        ("deepytorch_core/base/config.py", "import os\nos.environ.get('DEEPYTORCH_LOG')"),
         ("deepytorch_core/bench/job.py", "from deepytorch_core import _core, config\nimport torch"),
         ("deepytorch_core/bench/job.py", "from . import timing\nfrom .. import config"),
         ("deepytorch/cli/train.py", "from deepytorch.recipes import llama_sft"),
-        ("integrations/transformers.py", "import accelerate\nfrom ._contract import Handle"),
-        ("recipes/llama_sft.py", "from deepytorch.recipes import _data\nimport transformers"),
+        (
+            "integrations/transformers/__init__.py",
+            "import accelerate\nfrom ._contract import Handle",
+        ),
+        (
+            "recipes/llama_sft.py",
+            "from deepytorch.recipes.data import text as _data\nimport transformers",
+        ),
         ("recipes/llama_sft.py", "import deepytorch\nfrom deepytorch.integrations import ddp"),
     ],
 )

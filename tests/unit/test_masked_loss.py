@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from deepytorch.integrations import _masked_loss  # noqa: E402
+from deepytorch.integrations.kernels import masked_loss  # noqa: E402
 from deepytorch.integrations.transformers import pack_batches  # noqa: E402
-from deepytorch_core import decisions  # noqa: E402
+from deepytorch_core.base import decisions  # noqa: E402
 from deepytorch_core.nn.deferred_logits import DeferredLogits  # noqa: E402
 from deepytorch_core.nn.kernels import Setting, apply_kernels  # noqa: E402
 
@@ -83,14 +83,14 @@ def test_kernels_masked_loss_computes_the_head_for_targets_alone() -> None:
     decoder.forward = lambda hidden: rows.append(hidden.shape[:-1].numel()) or stock(hidden)
     given = batch(3)
     num_targets = int((given["labels"] != -100).sum())
-    with _masked_loss._expecting(_masked_loss.most_targets(num_targets)):
+    with masked_loss._expecting(masked_loss.most_targets(num_targets)):
         output = model(**given)
     assert isinstance(output.logits, DeferredLogits)
-    assert rows == [min(given["labels"].numel(), _masked_loss.most_targets(num_targets))]
+    assert rows == [min(given["labels"].numel(), masked_loss.most_targets(num_targets))]
     # Nobody knows how many targets there are, or nobody trains: all of them.
     assert not isinstance(model(**given).logits, DeferredLogits)
     model.eval()
-    with _masked_loss._expecting(64):
+    with masked_loss._expecting(64):
         assert not isinstance(model(**given).logits, DeferredLogits)
 
 
@@ -99,7 +99,7 @@ def test_kernels_masked_loss_gives_logits_to_whoever_reads_them() -> None:
     given = batch(1)
     expected = model(**given)
     swapped = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
-    with _masked_loss._expecting(_masked_loss.most_targets(given["labels"].numel())):
+    with masked_loss._expecting(masked_loss.most_targets(given["labels"].numel())):
         output = model(**given)
     torch.testing.assert_close(output.loss, expected.loss)
     assert output.logits.shape == expected.logits.shape
@@ -107,7 +107,7 @@ def test_kernels_masked_loss_gives_logits_to_whoever_reads_them() -> None:
     assert (output.logits * 1.0).requires_grad
     output.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with _masked_loss._expecting(64):
+    with masked_loss._expecting(64):
         output = model(**given)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match=r"Read them before optimizer.step\(\)"):
@@ -124,7 +124,7 @@ def test_kernels_masked_loss_copies_and_pickles_a_head_alone() -> None:
         assert copied.forward.head is copied
         torch.testing.assert_close(copied(hidden), model.cls(hidden))
         copied.forward.armed = True
-        with _masked_loss._expecting(64):
+        with masked_loss._expecting(64):
             assert isinstance(copied(hidden), DeferredLogits)
 
 
@@ -150,7 +150,7 @@ def test_kernels_masked_loss_more_targets_than_expected_are_an_error() -> None:
     model = made("Bert")
     apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
     given = batch(2, share=0.9)
-    with _masked_loss._expecting(8), pytest.raises(RuntimeError, match="labels were changed"):
+    with masked_loss._expecting(8), pytest.raises(RuntimeError, match="labels were changed"):
         model(**given)
 
 
@@ -164,7 +164,7 @@ def test_kernels_masked_loss_is_measured_with_auto() -> None:
 
 
 def test_bounds_of_targets_are_few_and_close() -> None:
-    bounds = [_masked_loss.most_targets(number) for number in range(20_000)]
+    bounds = [masked_loss.most_targets(number) for number in range(20_000)]
     assert all(bound >= number for number, bound in enumerate(bounds))
     assert all(bound <= 1.13 * number + 64 for number, bound in enumerate(bounds))
     assert len(set(bounds)) < 80

@@ -18,9 +18,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import deepytorch
-from deepytorch_core import config, console, course, metrics
-from deepytorch_core.config import Options
-from deepytorch_core.course import Course
+from deepytorch_core.base import config, console
+from deepytorch_core.base.config import Options
+from deepytorch_core.metering import step_timer
+from deepytorch_core.metering.step_timer import Course
+from deepytorch_core.report import metrics
 from deepytorch_core.testing import free_port
 
 DASHBOARD = Path(__file__).parents[2] / "docs/assets/grafana.json"
@@ -31,7 +33,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """Serve the metrics of this process; return where."""
     seen = Course()
     seen.note_loss(0.25)
-    monkeypatch.setattr(course, "_course", seen)
+    monkeypatch.setattr(step_timer, "_course", seen)
     found = metrics.serve("0")
     assert found is not None
     yield found
@@ -141,7 +143,7 @@ def test_the_local_rank_is_added_and_a_port_in_use_is_a_line(
 def test_without_a_launcher_it_waits_for_a_group_or_a_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(course, "_course", Course())
+    monkeypatch.setattr(step_timer, "_course", Course())
     monkeypatch.setattr(console, "_joined_as", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -155,9 +157,9 @@ def test_without_a_launcher_it_waits_for_a_group_or_a_step(
         metrics.serve_when_known(str(port))
         assert capsys.readouterr().err == ""
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-        course._stepped(optimizer, (), {})
+        step_timer._stepped(optimizer, (), {})
         assert ask(("127.0.0.1", port), "/metrics")[0] == 200
-        course._stepped(optimizer, (), {})
+        step_timer._stepped(optimizer, (), {})
         console.joined_as(2)  # as in a group that it makes later
         assert ask(("127.0.0.1", port + 2), "/metrics")[0] == 200
         with pytest.raises(ConnectionRefusedError):

@@ -13,9 +13,12 @@ import transformers as hf
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from deepytorch.integrations import _accelerator, _contract, _kernels, _padding_free
-from deepytorch_core import config
-from deepytorch_core.config import Options
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.kernels import apply as kernels
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.seams import accelerator as _accelerator
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_profile")
 
@@ -52,16 +55,16 @@ def batch() -> dict[str, torch.Tensor]:
 
 def with_kernels(model: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
-    options, changes = Options(kernels="on"), _contract.Changes()
-    _kernels.apply([model, optimizer], options, changes, device=torch.device("cpu"))
+    options, changes = Options(kernels="on"), contract.Changes()
+    kernels.apply([model, optimizer], options, changes, device=torch.device("cpu"))
 
 
 def watched(model: Any) -> None:
-    _padding_free.watch(model)
+    padding_free.watch(model)
 
 
 def packed(model: Any) -> None:
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
 
 
 @pytest.mark.parametrize("how", [with_kernels, watched, packed])

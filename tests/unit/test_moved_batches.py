@@ -11,15 +11,15 @@ from accelerate import data_loader
 from torch import Tensor
 from transformers import BatchEncoding
 
-from deepytorch.integrations import _contract, _moved_batches
+from deepytorch.integrations.common import contract, moved_batches
 
 META = torch.device("meta")
 
 
 @pytest.fixture(autouse=True)
 def noted() -> Iterator[None]:
-    changes = _contract.Changes()
-    _moved_batches.install(changes)
+    changes = contract.Changes()
+    moved_batches.install(changes)
     yield
     changes.undo()
 
@@ -34,12 +34,12 @@ def test_a_moved_batch_is_found_as_it_was_on_the_cpu(kind: Any) -> None:
     given, expected = batch(kind), batch()
     moved = data_loader.send_to_device(given, META)
     assert moved["labels"].device == META
-    found = _moved_batches.find(moved["attention_mask"], moved["labels"])
+    found = moved_batches.find(moved["attention_mask"], moved["labels"])
     assert found is not None
     assert torch.equal(found[0], expected["attention_mask"])
     assert found[1] is not None
     assert torch.equal(found[1], expected["labels"])
-    without = _moved_batches.find(moved["attention_mask"], None)
+    without = moved_batches.find(moved["attention_mask"], None)
     assert without is not None
     assert without[1] is None
 
@@ -58,7 +58,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 def test_a_changed_batch_is_not_found(change: Callable[[dict[str, Tensor]], Any]) -> None:
     moved = data_loader.send_to_device(batch(), META)
     change(moved)
-    assert _moved_batches.find(moved["attention_mask"], moved["labels"]) is None
+    assert moved_batches.find(moved["attention_mask"], moved["labels"]) is None
 
 
 def test_what_is_no_batch_is_moved_all_the_same() -> None:
@@ -66,8 +66,8 @@ def test_what_is_no_batch_is_moved_all_the_same() -> None:
         data_loader.send_to_device(given, META)
     only_mask = {"attention_mask": torch.ones(1, 2)}
     moved = data_loader.send_to_device(only_mask, META)
-    assert _moved_batches.find(moved["attention_mask"], None) is not None
-    assert _moved_batches.find(moved["attention_mask"], torch.ones(1, 2)) is None
+    assert moved_batches.find(moved["attention_mask"], None) is not None
+    assert moved_batches.find(moved["attention_mask"], torch.ones(1, 2)) is None
     on_host = batch()
     data_loader.send_to_device(on_host, torch.device("cpu"))
-    assert _moved_batches.find(on_host["attention_mask"], on_host["labels"]) is None
+    assert moved_batches.find(on_host["attention_mask"], on_host["labels"]) is None

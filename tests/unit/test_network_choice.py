@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed
 
-from deepytorch_core import backend, config, decisions, delegates
+from deepytorch_core.base import config, decisions
+from deepytorch_core.c10d import backend, delegates
 from deepytorch_core.network import addresses, nccl_env, nccl_table, prepare
 from deepytorch_core.network import link as links
 from deepytorch_core.network.link import Link

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import _core, topology
+from deepytorch_core import _core
 from deepytorch_core.network import rdma
+from deepytorch_core.topology import model as topology
 
 TREES = Path(__file__).parent / "data" / "sysfs"
 

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import _utils
 
 from deepytorch.cli import runner
-from deepytorch_core.own_ranks import Companion
+from deepytorch_core.base.child_ranks import Companion
 
 ADDRESS = ("127.0.0.1", 29400)
 

@@ -9,24 +9,22 @@ import pytest
 import torch
 import transformers as hf
 
-from deepytorch.integrations import _packing_twin
-from deepytorch.integrations._packed_forward import Conventions
-from deepytorch.integrations._packing_probe import Unsupported
+from deepytorch.integrations.padding_free import packing_twin
+from deepytorch.integrations.padding_free.packed_forward import Conventions
+from deepytorch.integrations.padding_free.packing_probe import Unsupported
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def examined(name: str, config: Any) -> Conventions:
     kind = getattr(hf, name)
-    return _packing_twin.examine(
-        _packing_twin.Twin(kind.__module__, name, config, frozenset(), None)
-    )
+    return packing_twin.examine(packing_twin.Twin(kind.__module__, name, config, frozenset(), None))
 
 
 def test_a_twin_of_a_large_model_is_small_and_says_how_it_packs() -> None:
     wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     config = hf.LlamaConfig(**wide, num_attention_heads=64, num_key_value_heads=8)
-    narrow = _packing_twin._narrow(config)
+    narrow = packing_twin._narrow(config)
     assert (narrow.num_hidden_layers, narrow.hidden_size, narrow.num_attention_heads) == (4, 64, 4)
     assert narrow.vocab_size == config.vocab_size, "every id is tried"
     assert config.num_hidden_layers == 80, "the model's own stays"
@@ -39,7 +37,7 @@ def test_a_twin_of_a_large_model_is_small_and_says_how_it_packs() -> None:
 def test_a_twin_has_a_layer_of_every_kind() -> None:
     kinds = ["sliding_attention"] * 7 + ["full_attention"] + ["sliding_attention"] * 4
     config = hf.Gemma3TextConfig(num_hidden_layers=12, layer_types=kinds)
-    narrow = _packing_twin._narrow(config)
+    narrow = packing_twin._narrow(config)
     assert narrow.layer_types == kinds[:8]
     assert narrow.num_hidden_layers == 8
 
@@ -112,9 +110,9 @@ def test_token_types_that_say_who_sees_whom_are_not_packed() -> None:
         image_token_index=299,
     )
     model = hf.Gemma3ForConditionalGeneration(config)
-    twin = _packing_twin.describe(model, model)
+    twin = packing_twin.describe(model, model)
     try:
-        found = _packing_twin.examine(twin)
+        found = packing_twin.examine(twin)
     except Unsupported:
         return
     assert "token_type_ids" not in found.per_token
@@ -123,4 +121,4 @@ def test_token_types_that_say_who_sees_whom_are_not_packed() -> None:
 def test_a_twin_is_made_where_the_model_has_no_weights_yet() -> None:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE))
-    assert _packing_twin.examine(_packing_twin.describe(model, model)).shifted
+    assert packing_twin.examine(packing_twin.describe(model, model)).shifted

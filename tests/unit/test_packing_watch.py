@@ -19,9 +19,10 @@ import transformers as hf
 from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor
 
-from deepytorch.integrations import _packing_twin, _packing_watch, _padding_free
-from deepytorch_core import config, decisions
-from deepytorch_core.config import Options
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import packing_twin, packing_watch
+from deepytorch_core.base import config, decisions
+from deepytorch_core.base.config import Options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,9 +41,9 @@ class Inline:
 
     def __init__(self, twin: bytes, environment: Any, *, is_awaited: bool) -> None:
         try:
-            found = _packing_twin.examine(pickle.loads(twin))
+            found = packing_twin.examine(pickle.loads(twin))
             self.answer = {"conventions": dataclasses.asdict(found)}
-        except _packing_twin.Unsupported as reason:
+        except packing_twin.Unsupported as reason:
             self.answer = {"reason": str(reason)}
 
     def wait(self) -> None:
@@ -54,7 +55,7 @@ class Inline:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, own_profile: Path) -> None:
-    monkeypatch.setattr(_packing_watch, "Helper", Inline)
+    monkeypatch.setattr(packing_watch, "Helper", Inline)
     config.set_current(Options(profile=str(own_profile), patience="off"))
     monkeypatch.setattr(decisions, "_made", [])
 
@@ -91,7 +92,7 @@ Use = Callable[[Any, dict[str, Tensor]], Tensor]
 def trained(model: Any, uses: list[Use], *, ours: bool) -> list[float]:
     """Losses of a few steps, and the weights' sum."""
     if ours:
-        _padding_free.watch(model)
+        padding_free.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses = []
     for step, use in enumerate(uses):
@@ -117,10 +118,10 @@ def test_packed_from_the_second_step_on_where_only_the_loss_is_read() -> None:
     assert_like_stock(llama, [plain] * 5)
     assert chosen() == [("packed", "LlamaForCausalLM: its twin gives the same")]
     model = llama()
-    _padding_free.watch(model)
+    padding_free.watch(model)
     for step in range(3):
         plain(model, batch(step)).backward()
-        assert (_padding_free._attachment(model) is not None) == (step > 0)
+        assert (padding_free._attachment(model) is not None) == (step > 0)
 
 
 def last_position(model: Any, given: dict[str, Tensor]) -> Tensor:
@@ -232,7 +233,7 @@ def test_outputs_that_mixed_precision_has_converted_tell_who_reads_them() -> Non
 
 def test_a_pass_for_a_reader_uses_no_random_numbers() -> None:
     model = llama()
-    _padding_free.watch(model)
+    padding_free.watch(model)
     for step in range(2):
         plain(model, batch(step))
     before = torch.get_rng_state()
@@ -243,7 +244,7 @@ def test_a_pass_for_a_reader_uses_no_random_numbers() -> None:
 
 def test_outputs_look_like_stocks() -> None:
     stock, model = llama(), llama()
-    _padding_free.watch(model)
+    padding_free.watch(model)
     for step in range(3):
         expected, output = (one(**batch(step)) for one in (stock, model))
         assert list(output.keys()) == list(expected.keys())
@@ -345,7 +346,7 @@ def with_an_invoked_adapter() -> Any:
 )
 def test_what_a_twin_would_not_have_keeps_the_padding(make: Any, why: str) -> None:
     model = make()
-    _padding_free.watch(model)
+    padding_free.watch(model)
     for step in range(3):
         model(**batch(step)).loss.backward()
     ((choice, reason),) = chosen()
@@ -367,7 +368,7 @@ def test_adapters_of_peft_are_packed() -> None:
 
 def test_what_was_found_is_known_in_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     trained(llama(), [plain] * 3, ours=True)
-    monkeypatch.setattr(_packing_watch, "Helper", None)
+    monkeypatch.setattr(packing_watch, "Helper", None)
     monkeypatch.setattr(decisions, "_made", [])
     trained(llama(), [plain] * 3, ours=True)
     assert [choice for choice, _ in chosen()] == ["packed"]
@@ -375,7 +376,7 @@ def test_what_was_found_is_known_in_the_next_run(monkeypatch: pytest.MonkeyPatch
 
 def test_saved_and_copied_models_know_nothing_of_it() -> None:
     model = llama()
-    _padding_free.watch(model)
+    padding_free.watch(model)
     for step in range(3):
         plain(model, batch(step)).backward()
         stream = io.BytesIO()
@@ -389,9 +390,9 @@ def test_saved_and_copied_models_know_nothing_of_it() -> None:
 
 def test_patience_waits_for_a_run_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     config.set_current(dataclasses.replace(config.current(), patience="auto"))
-    monkeypatch.setattr(_packing_watch.Watch, "_least_run_s", 3600.0)
+    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 3600.0)
     trained(llama(), [plain] * 20, ours=True)
     assert chosen() == []
-    monkeypatch.setattr(_packing_watch.Watch, "_least_run_s", 0.0)
+    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 0.0)
     trained(llama(), [plain] * 20, ours=True)
     assert [choice for choice, _ in chosen()] == ["packed"]

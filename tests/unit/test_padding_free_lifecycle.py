@@ -23,10 +23,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import deepytorch
-from deepytorch.integrations import _contract, _packed_attention, _padding_free
-from deepytorch.integrations._packed_forward import PlanningCollate
-from deepytorch.integrations._padding_free import BATCH_KEY
-from deepytorch_core import decisions
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import packed_attention
+from deepytorch.integrations.padding_free.keys import BATCH_KEY
+from deepytorch.integrations.padding_free.packed_forward import PlanningCollate
+from deepytorch_core.base import decisions
 
 LONGEST = 20
 
@@ -72,17 +74,17 @@ def test_padding_free_undo_leaves_model_loader_and_configuration_as_found() -> N
     loader = DataLoader([example(index) for index in range(8)], batch_size=4, collate_fn=padded)
     found = state_of(model), state_of(model.config), state_of(loader)
     for _ in range(2):  # a second time changes nothing
-        assert _padding_free.attach(model, "on", adapter="test", loaders=[loader])
+        assert padding_free.attach(model, "on", adapter="test", loaders=[loader])
     assert len(model._forward_pre_hooks) == 1
     assert isinstance(loader.collate_fn, PlanningCollate)
     assert loader.collate_fn.collate is padded
     model(**next(iter(loader))).loss.backward()
     model.zero_grad()
-    assert _padding_free.detach(model)
-    assert not _padding_free.detach(model)
+    assert padding_free.detach(model)
+    assert not padding_free.detach(model)
     assert (state_of(model), state_of(model.config), state_of(loader)) == found
-    assert _padding_free.attach(model, "auto", adapter="test")
-    _padding_free.detach(model)
+    assert padding_free.attach(model, "auto", adapter="test")
+    padding_free.detach(model)
 
 
 def test_padding_free_loaders_plan_on_the_cpu_and_only_add_to_a_batch() -> None:
@@ -95,14 +97,14 @@ def test_padding_free_loaders_plan_on_the_cpu_and_only_add_to_a_batch() -> None:
         num_workers=1,
         persistent_workers=True,
     )
-    _padding_free.attach(model, "on", adapter="test", loaders=[loader])
+    padding_free.attach(model, "on", adapter="test", loaders=[loader])
     for ours, theirs in zip(loader, plain, strict=True):
         packing = ours[BATCH_KEY]
         assert list(ours) == [*theirs, BATCH_KEY]
         assert all(torch.equal(ours[name], value) for name, value in theirs.items())
         assert packing.num_tokens == theirs["attention_mask"].sum()
         torch.testing.assert_close(model(**ours).loss, stock(**theirs).loss)
-    _padding_free.detach(model)
+    padding_free.detach(model)
     assert all(BATCH_KEY not in ours for ours in loader)
     # A value that is no padded batch passes through.
     for other in ([1, 2], {"pixels": torch.ones(2)}, {"input_ids": [1], "attention_mask": [1]}):
@@ -137,7 +139,7 @@ def test_what_is_drawn_after_a_model_was_looked_at_is_stocks(kind: Any) -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     expected = numbers()
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    assert _padding_free.attach(model, "auto", adapter="test") == (kind is not Refuses)
+    assert padding_free.attach(model, "auto", adapter="test") == (kind is not Refuses)
     assert numbers() == expected
 
 
@@ -189,7 +191,7 @@ def test_a_padding_free_batch_that_the_loop_changes_is_planned_anew(
     change: Callable[[dict[str, Any]], None], first: int
 ) -> None:
     model, stock = llama(), llama()
-    _padding_free.attach(model, "auto", adapter="test")
+    padding_free.attach(model, "auto", adapter="test")
     collate = PlanningCollate(padded, True)
     for number in range(first + 2):
         ours = collate([example(index) for index in range(4)])
@@ -204,7 +206,7 @@ def test_a_padding_free_batch_that_the_loop_changes_is_planned_anew(
 
 def test_copies_of_padding_free_models_stand_alone() -> None:
     model = llama()
-    _padding_free.attach(model, "on", adapter="test")
+    padding_free.attach(model, "on", adapter="test")
     average = copy.deepcopy(model).eval()
     kept = io.BytesIO()
     torch.save(model, kept)
@@ -226,7 +228,7 @@ def test_copies_of_padding_free_models_stand_alone() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_padding_free_activation_checkpoints_recompute_the_packed_row(reentrant: bool) -> None:
     stock, model = llama(), llama()
-    _padding_free.attach(model, "on", adapter="test")
+    padding_free.attach(model, "on", adapter="test")
     for one in (stock, model):
         one.gradient_checkpointing_enable({"use_reentrant": reentrant})
         one.enable_input_require_grads()
@@ -247,11 +249,11 @@ def test_padding_free_takes_over_from_any_attention(named: str) -> None:
     stock = llama(attn_implementation=named)
     model = copy.deepcopy(stock)
     assert model.config._attn_implementation == named
-    _padding_free.attach(model, "auto", adapter="test")
+    padding_free.attach(model, "auto", adapter="test")
     unpackable = {**batch(), "output_hidden_states": True, "use_cache": True}
     torch.testing.assert_close(model(**unpackable).logits, stock(**unpackable).logits)
     torch.testing.assert_close(model(**batch()).loss, stock(**batch()).loss)
-    _padding_free.detach(model)
+    padding_free.detach(model)
     assert model.config._attn_implementation == named
 
 
@@ -261,7 +263,7 @@ def test_padding_free_adapters_of_peft_train_like_padded_ones() -> None:
         torch.manual_seed(1)
         models.append(peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"])))
     stock, model = models
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     for _ in range(2):
         losses = [one(**batch()).loss for one in models]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
@@ -273,19 +275,19 @@ def test_padding_free_adapters_of_peft_train_like_padded_ones() -> None:
                     parameter.grad = None
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     refused = peft.get_peft_model(llama(), prompts)
-    assert not _padding_free.attach(refused, "auto", adapter="test")
+    assert not padding_free.attach(refused, "auto", adapter="test")
 
 
 def test_padding_free_in_mixed_precision_computes_in_it() -> None:
     stock, model = llama(), llama()
-    _padding_free.attach(model, "on", adapter="test", precision=torch.bfloat16)
+    padding_free.attach(model, "on", adapter="test", precision=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, theirs = model(**batch()), stock(**batch())
     real = batch()["attention_mask"] != 0
     assert ours.logits.dtype == theirs.logits.dtype == torch.bfloat16
     torch.testing.assert_close(ours.logits[real], theirs.logits[real], rtol=5e-2, atol=5e-2)
     low = llama().bfloat16()
-    assert _padding_free.attach(low, "on", adapter="test")
+    assert padding_free.attach(low, "on", adapter="test")
     assert low(**batch()).loss.isfinite()
 
 
@@ -295,7 +297,7 @@ def test_padding_free_attention_dropout_is_not_forgotten() -> None:
     model = BertForMaskedLM(
         BertConfig(vocab_size=97, num_attention_heads=4, hidden_dropout_prob=0.0, **config)
     ).train()
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     first, second = (model(**batch()).loss for _ in range(2))
     assert first != second
     model.eval()
@@ -305,13 +307,13 @@ def test_padding_free_attention_dropout_is_not_forgotten() -> None:
 @pytest.mark.parametrize("how", ["in place", "blocks"])
 def test_padding_free_batches_compile_four_times_at_most(how: str) -> None:
     stock, model = (llama(num_hidden_layers=1) for _ in range(2))
-    _padding_free.attach(model, "on", adapter="test")
+    padding_free.attach(model, "on", adapter="test")
     torch._dynamo.reset()
     counters.clear()
     if how == "in place":
         model.compile(backend="eager")
     else:
-        _padding_free.use_few_shapes(model, 4, max_length=LONGEST)
+        padding_free.use_few_shapes(model, 4, max_length=LONGEST)
         for layer in model.model.layers:
             layer.compile(backend="eager", dynamic=False)
     shapes = set()
@@ -329,12 +331,12 @@ def test_padding_free_batches_compile_four_times_at_most(how: str) -> None:
 
 def test_padding_free_can_be_off() -> None:
     model = llama()
-    assert not _padding_free.attach(model, "off", adapter="test")
+    assert not padding_free.attach(model, "off", adapter="test")
     assert not model._forward_pre_hooks
 
 
 def test_the_report_shows_what_padding_free_was_decided() -> None:
-    _padding_free.attach(llama(), "auto", adapter="test")
+    padding_free.attach(llama(), "auto", adapter="test")
     chosen = decisions.made()[-1]
     assert (chosen["what"], chosen["chosen"]) == ("padding-free", "packed")
     assert "padding-free: packed, LlamaForCausalLM gives the same" in str(deepytorch.report())
@@ -343,9 +345,9 @@ def test_the_report_shows_what_padding_free_was_decided() -> None:
 def test_padding_free_needs_parameters_with_values() -> None:
     with torch.device("meta"):
         model = llama()
-    assert not _padding_free.attach(model, "auto", adapter="test")
-    with pytest.raises(_contract.IntegrationError, match="its parameters have no values yet"):
-        _padding_free.attach(model, "on", adapter="test")
+    assert not padding_free.attach(model, "auto", adapter="test")
+    with pytest.raises(contract.IntegrationError, match="its parameters have no values yet"):
+        padding_free.attach(model, "on", adapter="test")
 
 
 def test_the_padding_free_example_of_the_guide_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +363,7 @@ def test_padding_free_models_train_in_threads_side_by_side() -> None:
     """Keep the kind of one model's pass from the other's, which differs meanwhile."""
     model, other = llama(), llama(attn_implementation="eager")
     for one in (model, other):
-        _padding_free.attach(one, "on", adapter="test")
+        padding_free.attach(one, "on", adapter="test")
     inside, done = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
@@ -389,8 +391,8 @@ def test_padding_free_models_train_in_threads_side_by_side() -> None:
 
 def test_padding_free_checkpoints_of_the_model_recompute_rows_of_the_same_size() -> None:
     stock, model = llama(), llama()
-    _padding_free.attach(model, "on", adapter="test")
-    attached = _padding_free._attachment(model)
+    padding_free.attach(model, "on", adapter="test")
+    attached = padding_free._attachment(model)
     assert attached is not None
     attached.forward.shapes.use_few(4)  # from the thirteenth batch on
     model(**batch())
@@ -408,18 +410,18 @@ def test_padding_free_models_keep_the_name_of_their_attention(attention: str) ->
     first = llama()
     first.set_attn_implementation(attention)
     second = LlamaForCausalLM(first.config).train()
-    lookups = _packed_attention._lookups
+    lookups = packed_attention._lookups
     before = lookups._num_users  # models of other tests
     for one in (first, second):
-        assert _padding_free.attach(one, "on", adapter="test")
+        assert padding_free.attach(one, "on", adapter="test")
         one(**batch()).loss.backward()
         assert one.config._attn_implementation == attention
         assert copy.deepcopy(one).config._attn_implementation == attention
     assert lookups._num_users == before + 2
     for one in (first, second):
-        assert _padding_free.detach(one)
+        assert padding_free.detach(one)
     assert lookups._num_users == before
-    is_stock = AttentionInterface.get_interface is _packed_attention._stock_attention_of
+    is_stock = AttentionInterface.get_interface is packed_attention._stock_attention_of
     assert is_stock == (not before)
     assert ("__getitem__" in vars(AttentionMaskInterface)) == bool(before)
 
@@ -428,7 +430,7 @@ def test_a_teacher_gets_the_batch_of_a_padding_free_student() -> None:
     """With the plan in it, as keywords."""
     student, teacher = llama(), llama(num_hidden_layers=1).eval()
     loader = DataLoader([example(row) for row in range(4)], batch_size=4, collate_fn=padded)
-    _padding_free.attach(student, "on", adapter="test", loaders=[loader])
+    padding_free.attach(student, "on", adapter="test", loaders=[loader])
     (planned,) = loader
     assert BATCH_KEY in planned
     expected = teacher(**padded([example(row) for row in range(4)]))

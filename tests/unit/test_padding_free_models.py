@@ -15,8 +15,10 @@ import transformers as hf
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from deepytorch.integrations import _contract, _packing_probe, _padding_free
-from deepytorch_core import decisions
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch.integrations.padding_free import packing_probe
+from deepytorch_core.base import decisions
 from deepytorch_core.data import PaddingFreeCollator, plan
 
 VOCABULARY = 97
@@ -121,7 +123,7 @@ class Watch:
 def test_padding_free_training_is_padded_training(name: str) -> None:
     stock = build(name)
     model = copy.deepcopy(stock)
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     watch = Watch(model)
     for left in (False, True):
         batch = batch_of(name, left=left)
@@ -138,7 +140,7 @@ def test_padding_free_training_is_padded_training(name: str) -> None:
     assert_same_training(model, stock, full)
     assert watch.num_tokens == 12
     # With tokens that fill the row up to few sizes.
-    assert _padding_free.use_few_shapes(model, 4, max_length=40)
+    assert padding_free.use_few_shapes(model, 4, max_length=40)
     assert_same_training(model, stock, batch_of(name))
     assert watch.num_tokens == 256  # five rows of 40 tokens, rounded up
     assert_same_training(model, stock, full)
@@ -152,7 +154,7 @@ def test_padding_free_models_run_stock_when_they_do_not_train() -> None:
     stock = build("llama").eval()
     model = copy.deepcopy(stock)
     attention = model.config._attn_implementation
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     seen: list[str] = []
     model.model.layers[0].register_forward_pre_hook(
         lambda *_: seen.append(model.config._attn_implementation)
@@ -170,7 +172,7 @@ def test_padding_free_models_run_stock_when_they_do_not_train() -> None:
 
 def test_padding_free_models_generate_stock_while_they_train() -> None:
     stock, model = build("llama"), build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     inputs = {name: batch_of()[name][:2] for name in ("input_ids", "attention_mask")}
     ours = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     assert torch.equal(ours, stock.generate(**inputs, max_new_tokens=4, do_sample=False))
@@ -182,15 +184,15 @@ def test_padding_free_finds_out_which_label_belongs_to_a_token(name: str, shifte
     model = build(name).bfloat16()
     for parameter in model.get_output_embeddings().parameters():
         parameter.data.zero_()
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     collate = DataLoader([0], collate_fn=lambda _: batch_of(name))
-    _padding_free.plan_batches(model, [collate])
+    padding_free.plan_batches(model, [collate])
     assert collate.collate_fn.shifted == shifted  # type: ignore[attr-defined]
 
 
 def test_padding_free_output_is_unpacked_when_it_is_read() -> None:
     stock, model = build("llama"), build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
     output, padded = (
@@ -234,7 +236,7 @@ def test_padding_free_output_is_unpacked_when_it_is_read() -> None:
 
 def test_padding_free_losses_where_no_label_is_trained_are_the_padded_ones() -> None:
     stock, model = build("llama"), build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     batch["labels"].fill_(-100)
     assert model(**batch).loss.isnan()
@@ -253,7 +255,7 @@ def mask_of(kind: str, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["bool", "uint8", "float32", "bfloat16", "holes"])
 def test_padding_masks_of_any_kind_are_right(kind: str) -> None:
     stock, model = build("llama"), build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     batch["attention_mask"] = mask_of(kind, batch["attention_mask"])
     batch["labels"][0, 4:6] = -100
@@ -318,15 +320,15 @@ def test_a_batch_that_can_not_be_packed_stays_padded(
     change: Callable[[dict[str, Any]], None], said: str
 ) -> None:
     stock, model, strict = build("llama"), build("llama"), build("llama")
-    assert _padding_free.attach(model, "auto", adapter="test")
-    assert _padding_free.attach(strict, "on", adapter="test")
+    assert padding_free.attach(model, "auto", adapter="test")
+    assert padding_free.attach(strict, "on", adapter="test")
     batch: dict[str, Any] = batch_of()
     change(batch)
     ours, theirs = model(**batch), stock(**batch)
     assert torch.equal(ours.logits, theirs.logits)
     assert "labels" not in batch or torch.equal(ours.loss, theirs.loss)
     assert decisions.made()[-1]["chosen"] == "batch stays padded"
-    with pytest.raises(_contract.IntegrationError, match=f"padding_free=on: {said}.*auto or off"):
+    with pytest.raises(contract.IntegrationError, match=f"padding_free=on: {said}.*auto or off"):
         strict(**batch)
     # Neither has forgotten how to train.
     assert_same_training(strict, stock, batch_of())
@@ -334,20 +336,20 @@ def test_a_batch_that_can_not_be_packed_stays_padded(
 
 def test_a_sequence_beyond_the_positions_of_a_padding_free_model_is_one_error() -> None:
     model = build("bert")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of("bert", lengths=(65, 3))
-    with pytest.raises(_contract.IntegrationError, match="65 tokens is longer than the 64 positi"):
+    with pytest.raises(contract.IntegrationError, match="65 tokens is longer than the 64 positi"):
         model(**batch)
     # Padding beyond them is no reason to fail any more, and rotary positions have no end.
     model(**batch_of("bert", lengths=(64, 3)))
     stock, model = build("llama"), build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     assert_same_training(model, stock, batch_of(lengths=(80, 3)))
 
 
 def test_padding_free_input_that_is_packed_already_is_not_packed_twice() -> None:
     stock, model = build("llama"), build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     rows = [{"input_ids": list(range(5, 5 + length))} for length in (7, 2, 11)]
     packed = PaddingFreeCollator()(rows)
     ids = torch.zeros(3, 11, dtype=torch.int64)
@@ -425,13 +427,13 @@ def test_a_model_that_needs_its_padding_keeps_it_and_says_why(
     torch.manual_seed(0)
     model = make().train()
     before, modes = copy.deepcopy(vars(model.config)), [m.training for m in model.modules()]
-    assert not _padding_free.attach(model, "auto", adapter="test")
+    assert not padding_free.attach(model, "auto", adapter="test")
     lines = capsys.readouterr().err.splitlines()
     name, _, reason = decisions.made()[-1]["reason"].partition(": ")
     expected = f"deepytorch: padding-free: {name} keeps its padding: {reason}"
     assert [line for line in lines if line.startswith("deepytorch")] == [expected]
-    with pytest.raises(_contract.IntegrationError, match=f"^test: padding_free=on: .*{said}"):
-        _padding_free.attach(model, "on", adapter="test")
+    with pytest.raises(contract.IntegrationError, match=f"^test: padding_free=on: .*{said}"):
+        padding_free.attach(model, "on", adapter="test")
     assert vars(model.config) == before
     assert [module.training for module in model.modules()] == modes
     assert not model._forward_pre_hooks
@@ -439,11 +441,11 @@ def test_a_model_that_needs_its_padding_keeps_it_and_says_why(
 
 def test_what_is_no_transformers_model_is_left_alone() -> None:
     model = torch.nn.Linear(2, 2)
-    assert not _padding_free.attach(model, "auto", adapter="test")
-    assert not _padding_free.detach(model)
-    assert not _padding_free.use_few_shapes(model, 4, max_length=8)
-    with pytest.raises(_contract.IntegrationError, match="there is no transformers model"):
-        _padding_free.attach(model, "on", adapter="test")
+    assert not padding_free.attach(model, "auto", adapter="test")
+    assert not padding_free.detach(model)
+    assert not padding_free.use_few_shapes(model, 4, max_length=8)
+    with pytest.raises(contract.IntegrationError, match="there is no transformers model"):
+        padding_free.attach(model, "on", adapter="test")
 
 
 class Noise:
@@ -456,7 +458,7 @@ class Noise:
 def test_what_looks_into_the_model_keeps_the_padding() -> None:
     stock = build("llama")
     model = copy.deepcopy(stock)
-    assert _padding_free.attach(model, "auto", adapter="test")
+    assert padding_free.attach(model, "auto", adapter="test")
     for one in (model, stock):
         one.get_input_embeddings().register_forward_hook(Noise())
     assert_same_training(model, stock, batch_of())
@@ -466,7 +468,7 @@ def test_what_looks_into_the_model_keeps_the_padding() -> None:
 def test_another_attention_that_is_chosen_later_is_packed_over() -> None:
     stock = build("llama")
     model = copy.deepcopy(stock)
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     watch = Watch(model)
     for name in ("eager", "sdpa", "sdpa"):
         for one in (model, stock):
@@ -482,7 +484,7 @@ def test_another_attention_that_is_chosen_later_is_packed_over() -> None:
 
 def test_a_loss_that_takes_padding_is_refused() -> None:
     model = build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = (batch["attention_mask"] != 0).unsqueeze(-1)
     model(**batch).logits.mul(real).square().sum().backward()
@@ -492,7 +494,7 @@ def test_a_loss_that_takes_padding_is_refused() -> None:
 
 def test_an_output_can_be_made_anew_from_its_fields() -> None:
     model = build("llama")
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     size = (*batch["input_ids"].shape, model.config.vocab_size)
     for made in (dataclasses.replace, type(model(**batch)).copy, lambda one: one | {}):
@@ -502,10 +504,10 @@ def test_an_output_can_be_made_anew_from_its_fields() -> None:
 def test_positions_that_depend_on_the_padded_length_keep_it() -> None:
     model = build("llama")
     vars(model.config)["rope_parameters"] = {"full_attention": {"rope_type": "dynamic"}}
-    assert not _padding_free.attach(model, "auto", adapter="test")
+    assert not padding_free.attach(model, "auto", adapter="test")
     assert "depends on the padded length" in str(decisions.made()[-1]["reason"])
     older = SimpleNamespace(rope_scaling={"type": "longrope"})
-    assert "longrope" in list(_packing_probe._ropes(SimpleNamespace(config=older, modules=list)))
+    assert "longrope" in list(packing_probe._ropes(SimpleNamespace(config=older, modules=list)))
 
 
 def rounding_by_shape(model: Any, amount: float) -> Any:
@@ -526,19 +528,19 @@ def test_padding_free_allows_for_the_noise_that_a_model_has_of_its_own(
 ) -> None:
     call = rounding_by_shape(build("llama"), 1.2).eval()
     with torch.no_grad():
-        batch = _packing_probe._batch(call)
+        batch = packing_probe._batch(call)
         logits = call(**batch).logits
-        noise = _packing_probe._own_noise(call, call, batch, logits) / float(logits.abs().max())
+        noise = packing_probe._own_noise(call, call, batch, logits) / float(logits.abs().max())
     assert 0.06 < noise < 0.2
-    assert _packing_probe.probe(call, call, precision=torch.bfloat16)
+    assert packing_probe.probe(call, call, precision=torch.bfloat16)
 
-    packed = _packing_probe._run_packed
+    packed = packing_probe._run_packed
 
     def of_its_neighbour(*args: Any) -> Any:
         row, packing = packed(*args)
         row.logits = row.logits.roll(1, dims=1)
         return row, packing
 
-    monkeypatch.setattr(_packing_probe, "_run_packed", of_its_neighbour)
-    with pytest.raises(_packing_probe.Unsupported, match="logits of a packed row differ"):
-        _packing_probe.probe(call, call, precision=torch.bfloat16)
+    monkeypatch.setattr(packing_probe, "_run_packed", of_its_neighbour)
+    with pytest.raises(packing_probe.Unsupported, match="logits of a packed row differ"):
+        packing_probe.probe(call, call, precision=torch.bfloat16)

@@ -15,8 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from deepytorch.integrations import _contract, _padding_free
-from deepytorch_core import decisions
+from deepytorch.integrations.common import contract
+from deepytorch.integrations.padding_free import apply as padding_free
+from deepytorch_core.base import decisions
 
 VOCABULARY = 97
 SHAPE: dict[str, Any] = {
@@ -78,27 +79,27 @@ def of_tokens(model: Any, logits: Tensor) -> Tensor:
 
 
 def test_a_model_that_gives_one_value_for_a_sequence_keeps_its_padding() -> None:
-    assert not _padding_free.attach(scored(of_sequences), "auto", adapter="test")
+    assert not padding_free.attach(scored(of_sequences), "auto", adapter="test")
     assert str(decisions.made()[-1]["reason"]).endswith("a packed row gives another scores")
 
 
 def test_what_only_a_training_model_gives_for_a_sequence_is_an_error_when_it_is_read() -> None:
     model = scored(lambda self, logits: of_sequences(self, logits) if self.training else None)
-    assert _padding_free.attach(model, "auto", adapter="test")
+    assert padding_free.attach(model, "auto", adapter="test")
     output = model(**batch_of())
     assert output.loss.isfinite()
     said = r"padding_free: scores of the model's output .*: set padding_free=off"
     for read in (lambda: output.scores, lambda: output["scores"], lambda: list(output.values())):
-        with pytest.raises(_contract.IntegrationError, match=said):
+        with pytest.raises(contract.IntegrationError, match=said):
             read()
-    with pytest.raises(_contract.IntegrationError, match="scores of the model's output"):
+    with pytest.raises(contract.IntegrationError, match="scores of the model's output"):
         model(**batch_of(), return_dict=False)
 
 
 def test_values_of_tokens_come_back_and_a_loss_that_takes_them_at_padding_is_refused() -> None:
     model = scored(of_tokens)
     stock = copy.deepcopy(model)
-    assert _padding_free.attach(model, "auto", adapter="test")
+    assert padding_free.attach(model, "auto", adapter="test")
     batch = batch_of()
     mask = batch["attention_mask"]
     ours, theirs = ((one(**batch).scores * mask).square().sum() for one in (model, stock))
@@ -116,7 +117,7 @@ def test_trls_fused_head_gives_the_log_probabilities_of_the_padded_batch(left: b
     for one in models:
         add_fused_lm_head(one, temperature=0.7, outputs=FIELDS)
     stock, model = models
-    assert _padding_free.attach(model, "on", adapter="test")  # so it is packed, or an error
+    assert padding_free.attach(model, "on", adapter="test")  # so it is packed, or an error
     batch = batch_of(left=left)
     ours, theirs = (one(**batch, fused_lm_head=True) for one in (model, stock))
     assert isinstance(ours, FusedCausalLMOutput)
@@ -148,7 +149,7 @@ def test_another_head_of_the_same_name_gets_its_padding() -> None:
     stock = copy.deepcopy(model)
     for one in (model, stock):
         one.forward = OtherHead(one)
-    assert _padding_free.attach(model, "auto", adapter="test")
+    assert padding_free.attach(model, "auto", adapter="test")
     batch = batch_of()
     ours, theirs = (one(**batch, fused_lm_head=True).log_probs for one in (model, stock))
     assert torch.equal(ours, theirs)
@@ -164,14 +165,14 @@ def mixture(**more: Any) -> Any:
 @pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}, {"use_cache": False}])
 def test_a_tuple_of_a_mixture_of_experts_is_the_padded_one(asked: dict[str, Any]) -> None:
     stock, model = mixture(), mixture()
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
     ours, theirs = (one(**batch, return_dict=False, **asked) for one in (model, stock))
     assert len(ours) == len(theirs)
     for mine, expected in zip(ours, theirs, strict=True):
         if isinstance(expected, hf.Cache):
-            with pytest.raises(_contract.IntegrationError, match=r"layers of the past_key_values"):
+            with pytest.raises(contract.IntegrationError, match=r"layers of the past_key_values"):
                 _ = mine.layers
             continue
         leaves = [torch.utils._pytree.tree_leaves(one) for one in (mine, expected)]
@@ -189,7 +190,7 @@ def test_a_tuple_of_a_mixture_of_experts_is_the_padded_one(asked: dict[str, Any]
 def test_who_looks_at_outputs_without_gradients_leaves_others_theirs(without: Any) -> None:
     """A metric first, then a loss of logits."""
     stock, model = (scored(of_tokens) for _ in range(2))
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
     for one in (stock, model):
@@ -203,7 +204,7 @@ def test_who_looks_at_outputs_without_gradients_leaves_others_theirs(without: An
 
 def test_outputs_may_be_changed_in_place() -> None:
     stock, model = (scored(of_tokens) for _ in range(2))
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
     for one in (stock, model):
@@ -217,7 +218,7 @@ def test_outputs_may_be_changed_in_place() -> None:
 
 def test_a_gradient_of_outputs_that_a_packed_loss_went_without_is_refused() -> None:
     model = scored(of_tokens)
-    assert _padding_free.attach(model, "on", adapter="test")
+    assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     output = model(**batch, output_hidden_states=True)
     for wait in (lambda: output.logits.register_hook(print), output.logits.retain_grad):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from deepytorch.integrations._pass_budget import MOST_TOKENS, Fixed, Measured, Step
+from deepytorch.integrations.padding_free.pass_budget import MOST_TOKENS, Fixed, Measured, Step
 from deepytorch_core import guard
 
 GIB = 1 << 30

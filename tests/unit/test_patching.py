@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core.import_hook import ImportHook
-from deepytorch_core.patching import MARK, Patches
+from deepytorch_core.base.import_hook import ImportHook
+from deepytorch_core.base.patching import MARK, Patches
 
 
 def doubled(original: Callable[..., Any]) -> Callable[..., Any]:

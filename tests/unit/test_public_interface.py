@@ -15,7 +15,7 @@ import deepytorch
 import deepytorch_core.testing
 from deepytorch import cli
 from deepytorch_core import _core
-from deepytorch_core.config import VARIABLES, Options
+from deepytorch_core.base.config import VARIABLES, Options
 
 ROOT = Path(__file__).parents[2]
 FACADE = {

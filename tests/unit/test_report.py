@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core import counts, decisions, report
-from deepytorch_core.decisions import is_stock
+from deepytorch_core.base import decisions
+from deepytorch_core.base.decisions import is_stock
 from deepytorch_core.hang import record
+from deepytorch_core.metering import counts
+from deepytorch_core.report import summary
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def plan() -> dict[str, Any]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
+def made(monkeypatch: pytest.MonkeyPatch) -> summary.Report:
     entries = [
         entry(op="broadcast", algorithm="delegate", reason="cuda tensors", calls=3),
         entry(),
@@ -85,18 +87,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> report.Report:
         flight_record_fd=lambda: -1,
     )
     monkeypatch.setitem(sys.modules, "deepytorch_core._core", core)
-    monkeypatch.setattr(report.activation, "is_active", lambda: False)
-    monkeypatch.setattr(report.course, "_course", report.course.Course())
-    return report.report()
+    monkeypatch.setattr(summary.activation, "is_active", lambda: False)
+    monkeypatch.setattr(summary.step_timer, "_course", summary.step_timer.Course())
+    return summary.report()
 
 
-def test_rows_of_one_name_are_added_up(made: report.Report) -> None:
-    assert made.rows[0] == report.Row(**entry(calls=6, bytes=2_000_000, time_us=1500.0))
+def test_rows_of_one_name_are_added_up(made: summary.Report) -> None:
+    assert made.rows[0] == summary.Row(**entry(calls=6, bytes=2_000_000, time_us=1500.0))
     assert (made.native_calls, made.delegated_calls) == (6, 3)
 
 
 def test_a_forked_child_counts_only_its_own(
-    made: report.Report, monkeypatch: pytest.MonkeyPatch
+    made: summary.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Give a child its parent's counts, with some more of an old row and a row of its own."""
     core = sys.modules["deepytorch_core._core"]
@@ -107,11 +109,11 @@ def test_a_forked_child_counts_only_its_own(
     monkeypatch.setattr(core, "statistics", lambda: copy.deepcopy(before))
     monkeypatch.setattr(core, "spent_on_tuning_s", lambda: 2.0)
     counts.note_group("0", 2)
-    assert report.report().groups == {"0": 2}
+    assert summary.report().groups == {"0": 2}
     counts._note()
     counts._begin_anew()
     monkeypatch.setattr(core, "spent_on_tuning_s", lambda: 2.5)
-    begun = report.report()
+    begun = summary.report()
     assert begun.groups == {}
     assert (begun.rows, begun.waiting) == ((), ())
     assert not any("what" not in decision for decision in begun.decisions)
@@ -119,14 +121,14 @@ def test_a_forked_child_counts_only_its_own(
     after = [*before, entry(op="barrier", calls=1)]
     after[2] = entry(calls=9, bytes=6_000_000, time_us=4000.0)
     monkeypatch.setattr(core, "statistics", lambda: copy.deepcopy(after))
-    assert report.report().rows == (
-        report.Row(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
-        report.Row(**entry(op="barrier", calls=1)),
+    assert summary.report().rows == (
+        summary.Row(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
+        summary.Row(**entry(op="barrier", calls=1)),
     )
 
 
 def test_recent_times_are_each_operations_own(
-    made: report.Report, monkeypatch: pytest.MonkeyPatch
+    made: summary.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second and third are called while the first goes on, and wait for their turns."""
     ended = [
@@ -139,13 +141,13 @@ def test_recent_times_are_each_operations_own(
     ]
     monkeypatch.setattr(record, "ended", lambda descriptor: ended)
     names = ("group", "op", "native", "bytes", "calls", "median_us")
-    assert [tuple(one[name] for name in names) for one in report.report().recent] == [
+    assert [tuple(one[name] for name in names) for one in summary.report().recent] == [
         ("0", "all_gather", False, 100, 1, 1.5),
         ("0", "all_reduce", True, 100, 3, 4.0),
         ("0", "all_reduce", True, 7000, 1, 40.0),
         ("1", "all_reduce", True, 100, 1, 1.0),
     ]
-    assert report.report(recent=False).recent == ()
+    assert summary.report(recent=False).recent == ()
 
 
 def test_what_is_no_record_of_this_process_has_no_times(tmp_path: Path) -> None:
@@ -175,10 +177,10 @@ def test_nodes_are_those_that_the_launcher_told(
         monkeypatch.delenv(name, raising=False)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert report.report().nodes == nodes
+    assert summary.report().nodes == nodes
 
 
-def test_text(made: report.Report) -> None:
+def test_text(made: summary.Report) -> None:
     assert str(made).splitlines() == [
         "deepytorch not active: 6 native and 3 delegated collectives (67% native)",
         "group  op          algorithm  calls  MB     ms/call  why",
@@ -191,7 +193,7 @@ def test_text(made: report.Report) -> None:
     ]
 
 
-def test_steps_are_said_once_there_are_two(made: report.Report) -> None:
+def test_steps_are_said_once_there_are_two(made: summary.Report) -> None:
     timed = {"steps": 21, "timed_steps": 20, "seconds": 10.0, "exposed_s": 2.5, "data_s": 1.0}
     assert str(dataclasses.replace(made, course=timed)).splitlines()[5] == (
         "steps: 21, 500.0 ms each; of that 25.0% in collectives that nothing hid and 10.0% "
@@ -209,7 +211,7 @@ def test_steps_are_said_once_there_are_two(made: report.Report) -> None:
     ],
 )
 def test_the_work_of_a_gpu_is_said_and_what_it_waits_for(
-    share: float, exposed_s: float, data_s: float, said: str, made: report.Report
+    share: float, exposed_s: float, data_s: float, said: str, made: summary.Report
 ) -> None:
     timed = {"steps": 21, "timed_steps": 20, "seconds": 10.0}
     course = timed | {"exposed_s": exposed_s, "data_s": data_s, "gpu_share": share}
@@ -222,7 +224,7 @@ def test_decisions_of_gpus_name_them_and_their_grids() -> None:
     whole = {"chunk_bytes": 0, "delegated": 0}
     times = [kernel | whole, stock | whole]
     decided = plan() | kernel | whole | {"candidates": times, "device": "NVIDIA H200"}
-    assert report._sentence(decided) == (
+    assert summary._sentence(decided) == (
         "decision: all_reduce of 2 ranks on NVIDIA H200, 524288 to 2097151 bytes: "
         "low_latency/8x512, measured now (low_latency/8x512 8.2 us, delegate 16.0 us)"
     )
@@ -230,7 +232,7 @@ def test_decisions_of_gpus_name_them_and_their_grids() -> None:
 
 def test_decisions_name_the_delegates_part() -> None:
     divided = plan() | {"algorithm": "cpu_reduce", "channels": 3, "threads": 4, "delegated": 40}
-    assert "cpu_reduce/3x4/128K/40% delegated" in report._sentence(divided)
+    assert "cpu_reduce/3x4/128K/40% delegated" in summary._sentence(divided)
 
 
 def test_choices_made_in_python(
@@ -242,7 +244,7 @@ def test_choices_made_in_python(
     # A measured choice is said at once, the others only if somebody asks.
     line = "DDP buckets: 4+4 MiB, faster than 1+25 MiB (4+4 MiB 2.500 ms)"
     assert capsys.readouterr().err == f"deepytorch: {line}\n"
-    made = report.report()
+    made = summary.report()
     assert str(made).splitlines()[-2:] == [
         f"decision: {line}",
         "decision: FSDP2 buffers: in registered memory, not measured: tune=off",
@@ -250,7 +252,7 @@ def test_choices_made_in_python(
     assert json.loads(json.dumps(made.to_dict()))["decisions"][-2]["times_ms"] == {"4+4 MiB": 2.5}
 
 
-def test_plain_values(made: report.Report) -> None:
+def test_plain_values(made: summary.Report) -> None:
     plain = json.loads(json.dumps(made.to_dict()))
     assert plain["rows"][1]["reason"] == "cuda tensors"
     assert plain["memory"]["registered_bytes"] == 4096

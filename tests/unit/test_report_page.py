@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch_core import activation, loader_waits, report_page, report_plots
-from deepytorch_core import report as runs
-from deepytorch_core.patching import Patches
+from deepytorch_core.base.patching import Patches
+from deepytorch_core.c10d import activation
+from deepytorch_core.metering import loader_waits
+from deepytorch_core.report import page as report_page
+from deepytorch_core.report import plots as report_plots
+from deepytorch_core.report import summary as runs
 
 
 def bucket(start_s: float, seconds: float, **spent: float) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch_core import report_page, report_scaling
+from deepytorch_core.report import page as report_page
+from deepytorch_core.report import scaling as report_scaling
 
 ALPHA_US, BETA_US = 23.0, 0.0007  # of a message, and of a byte: 11.4 Gbit/s
 SIZES = (70_001, 5_000_003)

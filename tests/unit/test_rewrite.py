@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deepytorch_core import rewrite
-from deepytorch_core.rewrite import Machine
+from deepytorch_core.c10d import rewrite
+from deepytorch_core.c10d.rewrite import Machine
 
 GPU = Machine(accelerator="cuda", has_nccl=True)
 CPU = Machine(accelerator="cpu", has_nccl=False)

@@ -18,8 +18,8 @@ from deepytorch.workloads.scripts import SCRIPTS, images, text
 from deepytorch.workloads.scripts.script import OUT, SIZES, Script, call
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import SCRIPT_FIELDS
-from deepytorch_core.bench.scripts import FIRST, SECOND, Origin, line, record_of, summary
 from deepytorch_core.compare.result import STOCK, Sample
+from deepytorch_core.compare.script_records import FIRST, SECOND, Origin, line, record_of, summary
 
 PLACES = {"data", "out", "checkout"}
 # They need nothing that the tests may lack to make their data.

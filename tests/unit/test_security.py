@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.file_permissions import why_not_believed, why_not_private
 from deepytorch_core.guard import profile
 from deepytorch_core.network import link, nccl_table
-from deepytorch_core.trust import why_not_believed, why_not_private
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("deepytorch", "deepytorch_core", "integrations", "recipes")
@@ -25,10 +25,10 @@ UNPICKLING = {
     "integrations/horovod/functions.py": "broadcast_object and allgather_object",
     "integrations/horovod_tensorflow.py": "broadcast_object and allgather_object",
     # torch's object collectives, of what rank 0 of the same program did.
-    "recipes/_run.py": "on_main and everyones",
+    "recipes/base/run.py": "on_main and everyones",
     # Between a training and the processes that it started to work for it, over pipes.
     "deepytorch_core/compile/ahead.py": "graphs and settings",
-    "integrations/_packing_helper.py": "the configuration of a model",
+    "integrations/padding_free/packing_helper.py": "the configuration of a model",
     # Tests: between a test and the processes that it forked, over a socket pair.
     "deepytorch_core/testing/worker.py": "calls",
     "deepytorch_core/testing/pool.py": "results",

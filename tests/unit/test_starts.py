@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from deepytorch_core.hang import starts
 from deepytorch_core.hang.record import Calls
 from deepytorch_core.hang.starts import Starts
-from deepytorch_core.report import Report
+from deepytorch_core.report.summary import Report
 
 Begun = tuple[int, float]  # sequence, and when in seconds
 

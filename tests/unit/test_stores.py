@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
-from deepytorch_core import stores
-from deepytorch_core.agreement import agree, gather, numbered
+from deepytorch_core.base import stores
+from deepytorch_core.base.agreement import agree, gather, numbered
 
 ROOT = Path(__file__).parents[2]
 # A store need not have these. Only the module that knows what to do without asks for them.
@@ -226,7 +226,7 @@ def test_what_a_store_need_not_have_is_asked_for_in_one_place() -> None:
     for folder in ("deepytorch_core", "integrations", "deepytorch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
-            if name == "deepytorch_core/stores.py" or name.startswith(OWN_PROGRAMS):
+            if name == "deepytorch_core/base/stores.py" or name.startswith(OWN_PROGRAMS):
                 continue
             found += [
                 f"{name}:{node.lineno}: {node.attr}"

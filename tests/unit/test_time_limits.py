@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deepytorch_core import _core, activation, backend, c10d_patches, config, upgrade
+from deepytorch_core import _core
+from deepytorch_core.base import config
+from deepytorch_core.c10d import activation, backend, upgrade
+from deepytorch_core.c10d import patches as c10d_patches
 
 GLOOS = c10d.default_pg_timeout
 CPU = torch.device("cpu")
@@ -156,10 +159,10 @@ def test_nor_is_there_with_other_ranks(tiny: timedelta) -> None:
 
 
 def test_what_has_no_time_limit_of_its_own_waits_as_long_as_the_group() -> None:
-    from deepytorch.integrations import _contract
+    from deepytorch.integrations.common import contract
 
     init("gloo", timeout=timedelta(seconds=10))
-    assert _contract.here_limit_s() == GLOOS.total_seconds()  # that of a framework's own groups
+    assert contract.here_limit_s() == GLOOS.total_seconds()  # that of a framework's own groups
     dist.destroy_process_group()
     init("gloo", timeout=timedelta(hours=2))
-    assert _contract.here_limit_s() == datetime.timedelta(hours=2).total_seconds()
+    assert contract.here_limit_s() == datetime.timedelta(hours=2).total_seconds()

@@ -15,7 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from deepytorch_core import decisions
+from deepytorch_core.base import decisions
 from deepytorch_core.data import TokenBalancedBatchSampler, TokenCost
 from deepytorch_core.data.partition import deal, even_groups, load_of
 

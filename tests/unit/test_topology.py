@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core import _core, topology
+from deepytorch_core import _core
+from deepytorch_core.topology import model as topology
 
 FAKE_MACHINE = Path(__file__).parent / "data" / "machine_8_gpus.json"
 

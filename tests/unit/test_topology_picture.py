@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from deepytorch import cli
 from deepytorch.cli.topology import figure as topology_figure
 from deepytorch.cli.topology import picture as topology_picture
-from deepytorch_core import machine_map, topology
-from deepytorch_core.topology import Topology
+from deepytorch_core.topology import machine_map
+from deepytorch_core.topology import model as topology
+from deepytorch_core.topology.model import Topology
 
 MACHINES = {
     file.stem: topology.load(file)

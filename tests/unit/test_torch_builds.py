@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch import cli
-from deepytorch_core import adapter, torch_builds
-from deepytorch_core.adapter import Sources
-from deepytorch_core.errors import AdapterError
-from deepytorch_core.torch_builds import TorchBuild
+from deepytorch_core.base import torch_builds
+from deepytorch_core.base.errors import AdapterError
+from deepytorch_core.base.torch_builds import TorchBuild
+from deepytorch_core.c10d import adapter
+from deepytorch_core.c10d.adapter import Sources
 
 COMMIT = "0123456789abcdef"
 

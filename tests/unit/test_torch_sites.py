@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import deepytorch
-from deepytorch_core import delegates, sites, torch_sites
-from deepytorch_core.patching import Patches
+from deepytorch_core.base.patching import Patches
+from deepytorch_core.c10d import backend_checks, delegates, sites
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,8 @@ def test_every_site_in_torch_exists() -> None:
 
 def test_every_remedy_that_replaces_is_there() -> None:
     replaced = [site.where for site in sites.TORCH if site.remedy.startswith("replaced")]
-    source = (ROOT / "deepytorch_core" / "torch_sites.py").read_text()
-    source += (ROOT / "deepytorch_core" / "c10d_patches.py").read_text()
+    source = (ROOT / "deepytorch_core/c10d/backend_checks.py").read_text()
+    source += (ROOT / "deepytorch_core/c10d/patches.py").read_text()
     for where in replaced:
         name = where.split(":")[1].split(".")[0]
         if name != "_get_default_timeout":
@@ -86,7 +86,7 @@ def c10d_with(**functions: Callable[..., Any]) -> Any:
 def test_ephemeral_timeouts_reach_nccl_delegates(nccl: Nccl) -> None:
     seen: list[timedelta] = []
     c10d = c10d_with(_add_ephemeral_timeout_for_all_pgs=seen.append)
-    torch_sites.install(c10d, Patches())
+    backend_checks.install(c10d, Patches())
     c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=9))
     assert seen == nccl.calls == [timedelta(seconds=9)]
 
@@ -98,7 +98,7 @@ def test_abort_opens_one_nccl_group(nccl: Nccl) -> None:
             raise RuntimeError
 
     c10d = c10d_with(_abort_process_group=abort)
-    torch_sites.install(c10d, Patches())
+    backend_checks.install(c10d, Patches())
     c10d._abort_process_group()
     assert nccl.calls == ["start", ("abort", None), "end"]
     nccl.calls.clear()
@@ -131,5 +131,5 @@ def test_groups_split_before_and_after_a_pause_have_names_of_their_own() -> None
 def test_newer_torch_that_asks_every_backend_is_left_alone() -> None:
     original = print
     c10d = c10d_with(_set_pg_timeout=original, set_timeout=original)
-    torch_sites.install(c10d, Patches())
+    backend_checks.install(c10d, Patches())
     assert c10d._set_pg_timeout is original

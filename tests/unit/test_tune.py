@@ -21,9 +21,9 @@ from deepytorch.cli import compare, console, launcher
 from deepytorch.cli.tune import report, session
 from deepytorch.cli.tune.candidates import Candidates
 from deepytorch.cli.tune.progress import Progress
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import CompareError, TuneError
 from deepytorch_core.compare.result import Sample
-from deepytorch_core.errors import CompareError, TuneError
 from deepytorch_core.guard import profile
 from deepytorch_core.tune import in_force, knobs, space, start, stored
 from deepytorch_core.tune.confirm import confirm

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from deepytorch_core import unlisted
+from deepytorch_core.base import unlisted
 
 
 def test_a_thread_runs_unlisted_under_its_name_until_it_ends() -> None:

@@ -12,8 +12,8 @@ from deepytorch.cli import console, help, shared
 if TYPE_CHECKING:
     from deepytorch.cli.bench_scripts.runs import Limits, Row
     from deepytorch.workloads.scripts.script import Script, Size
-    from deepytorch_core.bench.record import Record
-    from deepytorch_core.bench.scripts import Origin
+    from deepytorch_core.base.provenance import Record
+    from deepytorch_core.compare.script_records import Origin
 
 
 def add_to(app: typer.Typer) -> None:
@@ -97,9 +97,10 @@ def run(
     Raises BenchError where none can run.
     """
     from deepytorch.cli.bench_scripts import runs
-    from deepytorch_core.bench import record, scripts
+    from deepytorch_core.base import provenance
+    from deepytorch_core.base.errors import CompareError
     from deepytorch_core.bench.job import BenchError
-    from deepytorch_core.errors import CompareError
+    from deepytorch_core.compare import script_records
 
     absent = {one.name: why for one, why in runs.left_out(rows, checkouts)}
     tell_left_out(absent)
@@ -121,13 +122,15 @@ def run(
         if row.commit != script.commit:
             out = row.commit or "no commit"
             show(f"{script.name}: read at {script.commit}, checked out is {out}")
-        found = scripts.record_of(origin_of(row), row.samples, row.remarks)
+        found = script_records.record_of(origin_of(row), row.samples, row.remarks)
         records.append(found)
         if json is not None:
-            record.write_record(json, found)
-        console.out().print(scripts.line(found), soft_wrap=True, markup=False, highlight=False)
+            provenance.write_record(json, found)
+        console.out().print(
+            script_records.line(found), soft_wrap=True, markup=False, highlight=False
+        )
     if records:
-        console.out().print(scripts.summary(records), soft_wrap=True, markup=False)
+        console.out().print(script_records.summary(records), soft_wrap=True, markup=False)
     return records, failed
 
 
@@ -141,7 +144,7 @@ def show(text: str) -> None:
 
 
 def origin_of(row: "Row") -> "Origin":
-    from deepytorch_core.bench.scripts import Origin
+    from deepytorch_core.compare.script_records import Origin
 
     script = row.script
     return Origin(

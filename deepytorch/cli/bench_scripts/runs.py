@@ -13,12 +13,12 @@ from pathlib import Path
 
 from deepytorch.cli import compare, launcher
 from deepytorch.workloads.scripts.script import Call, Script, Size, call
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.scripts import FIRST, SECOND
 from deepytorch_core.compare.plan import MIN_STEPS, UNTIMED_STEPS
 from deepytorch_core.compare.result import NUDGED, STOCK, Sample
-from deepytorch_core.errors import CompareError
+from deepytorch_core.compare.script_records import FIRST, SECOND
 
 MOST_STEPS = 1_000_000
 """A run takes no more steps; its time ends it long before."""

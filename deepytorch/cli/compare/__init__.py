@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from deepytorch.cli import console
 from deepytorch.cli.compare import failure, leftovers
-from deepytorch_core import adapter, config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import OFF_SWITCH, AdapterError, CompareError
+from deepytorch_core.c10d import adapter
 from deepytorch_core.compare import made, result, workspace
 from deepytorch_core.compare.plan import MIN_STEPS, Plan
 from deepytorch_core.compare.probe import OWN_RANKS, PROGRESS
-from deepytorch_core.errors import OFF_SWITCH, AdapterError, CompareError
 
 if TYPE_CHECKING:
     from deepytorch_core.testing.emulation import Network

@@ -191,13 +191,13 @@ def show(
     json_file: Path | None,
 ) -> None:
     """Print the findings and write the receipt, and the record if asked for."""
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
 
     job = dataclasses.replace(job, steps=samples[0].steps)  # fewer where the script ends early
     verdicts = [result.judge(samples, arm) for arm in job.arms[1:]]
     rows = findings(job, samples, verdicts, total_steps)
     rows += [("note", remark) for remark in remarks]
-    origin: dict[str, Any] = record.provenance()
+    origin: dict[str, Any] = provenance.provenance()
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     machine = [("machine", origin["machine"]["name"]), ("versions", versions)]
     command = shlex.join(["deepytorch", "run", "--compare", *job.arguments])

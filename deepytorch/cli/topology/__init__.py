@@ -11,7 +11,7 @@ import typer
 from deepytorch.cli import console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch_core.topology import Topology
+    from deepytorch_core.topology.model import Topology
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,8 +42,8 @@ def topology(
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for --from.")] = False,
 ) -> None:
     """Show cores, memory, NUMA nodes, networks, RDMA adapters and GPUs, and how they are linked."""
-    from deepytorch_core import topology as model
     from deepytorch_core.network import rdma
+    from deepytorch_core.topology import model as model
 
     shared.check_place("--svg", svg)
     shared.check_place("--png", png)
@@ -83,8 +83,8 @@ def _measured(found: Topology) -> Topology:
 
     Raises RuntimeError when they can't be measured, saying why.
     """
-    from deepytorch_core import machine_map
     from deepytorch_core.doctor import torch_facts
+    from deepytorch_core.topology import machine_map
 
     if len(found.gpus) < 2:
         raise RuntimeError(f"nothing to measure between GPUs: there are {len(found.gpus)}")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import machine_map
-from deepytorch_core.machine_map import Group, Links
-from deepytorch_core.topology import Gpu, Nic, RdmaDevice, Topology, size_text
+from deepytorch_core.topology import machine_map
+from deepytorch_core.topology.machine_map import Group, Links
+from deepytorch_core.topology.model import Gpu, Nic, RdmaDevice, Topology, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from deepytorch_core import machine_map
-from deepytorch_core.machine_map import Links
-from deepytorch_core.topology import Cache, Gpu, Nic, RdmaDevice, Topology, size_text
+from deepytorch_core.topology import machine_map
+from deepytorch_core.topology.machine_map import Links
+from deepytorch_core.topology.model import Cache, Gpu, Nic, RdmaDevice, Topology, size_text
 
 _SIDE_BY_SIDE = 110
 _GPU, _NETWORK, _DIM, _PLAIN = "bold green", "cyan", "dim", "default not bold"
@@ -121,7 +121,7 @@ def _nic(nic: Nic) -> Text:
 
 def _matrix(gpus: Sequence[Gpu]) -> Table:
     """nvidia-smi's words for each pair."""
-    from deepytorch_core.topology import link_word
+    from deepytorch_core.topology.model import link_word
 
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=True, header_style=_GPU)
     table.add_column("", style=_GPU, no_wrap=True)

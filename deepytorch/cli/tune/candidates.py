@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from deepytorch.cli import compare
+from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare import losses
 from deepytorch_core.compare.result import Sample
-from deepytorch_core.errors import CompareError
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words
 from deepytorch_core.tune.search import Trial
 

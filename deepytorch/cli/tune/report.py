@@ -18,7 +18,7 @@ from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words, lay
 from deepytorch_core.tune.search import Trial
 
 if TYPE_CHECKING:
-    from deepytorch.cli.tune.session import Outcome
+    from deepytorch.cli.tune.outcome import Outcome
     from deepytorch_core.tune.confirm import Confirmation
 
 Repeat = Callable[[Setting], Trial]
@@ -26,7 +26,7 @@ Repeat = Callable[[Setting], Trial]
 
 def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the profile and the record hold besides the settings, of JSON's types."""
-    from deepytorch_core.bench import record
+    from deepytorch_core.base import provenance
 
     repeated = outcome.confirmation
     rounds = {}
@@ -46,7 +46,7 @@ def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
         "tried": [_of(trial) for trial in outcome.trials],
         "best": as_dict(outcome.best.setting),
         "rounds": rounds,
-        **record.provenance(),
+        **provenance.provenance(),
     }
 
 

@@ -9,55 +9,28 @@ import os
 import shlex
 from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch.cli import compare, console
 from deepytorch.cli.tune import report
 from deepytorch.cli.tune.candidates import Candidates
+from deepytorch.cli.tune.outcome import Outcome
 from deepytorch.cli.tune.progress import Progress
-from deepytorch_core import adapter, config
+from deepytorch_core.base import config
+from deepytorch_core.base.errors import AdapterError, TuneError
+from deepytorch_core.base.file_permissions import why_not_believed
+from deepytorch_core.c10d import adapter
 from deepytorch_core.compare.result import Sample
-from deepytorch_core.errors import AdapterError, TuneError
-from deepytorch_core.trust import why_not_believed
 from deepytorch_core.tune import space, stored
-from deepytorch_core.tune.confirm import ROUNDS, Confirmation, confirm
+from deepytorch_core.tune.confirm import ROUNDS, confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words, layers_of
 from deepytorch_core.tune.search import Search, Trial
-from deepytorch_core.tune.space import Space
 
 if TYPE_CHECKING:
     from deepytorch_core.testing.emulation import Network
 
 _LEAST_STEPS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """All that one search found.
-
-    `confirmation` is None where nothing beat the defaults in the search.
-    """
-
-    script: str
-    space: Space
-    trials: tuple[Trial, ...]
-    best: Trial
-    confirmation: Confirmation | None
-    sees_losses: bool
-    remarks: tuple[str, ...]
-
-    @property
-    def tuned(self) -> stored.Tuned:
-        """Return what the profile is to say."""
-        repeated = self.confirmation
-        if repeated is None:
-            return stored.Tuned(DEFAULTS, "nothing was faster than the defaults", {})
-        reason = repeated.reason
-        if repeated.kept == DEFAULTS:
-            reason = f"the defaults stay: {in_words(self.best.setting)} {reason}"
-        return stored.Tuned(repeated.kept, reason, repeated.times_ms)
 
 
 def processes(options: Namespace) -> int:

@@ -15,9 +15,9 @@ from deepytorch.examples import vision_models
 from deepytorch.workloads import headline
 from deepytorch.workloads.headline import run
 from deepytorch.workloads.headline.job import ArmRun
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.percentiles import percentiles
-from deepytorch_core.bench.record import Record
 
 PRECISIONS = ("fp32", "amp", "bf16")
 COMPRESSIONS = ("", "bf16")

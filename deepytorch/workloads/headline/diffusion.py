@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepytorch.workloads.headline import OURS
+from deepytorch.workloads.headline.image_arm import NUM_BATCHES, Arm, Batch
 from deepytorch.workloads.headline.job import ArmRun
-from deepytorch.workloads.headline.vision import NUM_BATCHES, Arm, Batch
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.data.cache import Encoded as Outputs
 from deepytorch_core.data.cache import EncoderCache

@@ -18,7 +18,7 @@ import deepytorch
 from deepytorch.workloads.headline import OURS
 from deepytorch.workloads.headline.job import ArmJob, lengths
 from deepytorch.workloads.headline.worker import Trained, swap_kernels
-from deepytorch_core import config
+from deepytorch_core.base import config
 
 _IGNORED = -100
 _NUM_BATCHES = 8

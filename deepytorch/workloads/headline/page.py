@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, claimed, describe_rate
+from deepytorch_core.bench.record import claimed, describe_rate
 
 SUFFIXES = (".md", ".png", ".html")
 _CASE = ("workload", "scale", "world_size")

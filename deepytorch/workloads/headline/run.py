@@ -10,9 +10,10 @@ from typing import Any
 
 from deepytorch.workloads import headline
 from deepytorch.workloads.headline.job import ArmJob, ArmRun, TogetherJob, layers_that_fit
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import launch, pairs
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.record import Record, claimed, describe_emulated, describe_rate
+from deepytorch_core.bench.record import claimed, describe_emulated, describe_rate
 
 # Different kernels round differently, and so do sums in another order; training in bf16 or fp16
 # carries it on. A wrong gradient shows as whole percents within the checked steps.

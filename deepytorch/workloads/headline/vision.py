@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,44 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 import deepytorch
 from deepytorch.examples import vision_models
 from deepytorch.workloads.headline import OURS, OURS_BF16, PLAIN_BF16
+from deepytorch.workloads.headline.image_arm import NUM_BATCHES, Arm, Batch
 from deepytorch.workloads.headline.job import ArmRun
 from deepytorch.workloads.headline.precision import Precision
 from deepytorch.workloads.headline.worker import Trained, swap_kernels
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.nn import channels_last
 
-NUM_BATCHES = 2
 _WEIGHT_OF_AUXILIARY = 0.3
-
-Batch = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """The arm as a family needs to know it; `layout`: in channels_last."""
-
-    job: ArmRun
-    device: torch.device
-    precision: Precision
-    layout: bool
-
-    def place(self, model: nn.Module) -> nn.Module:
-        """The model on the device, as the arm lays it out."""
-        given: Any = model.to(self.device, self.precision.dtype)
-        if not self.layout:
-            return model
-        placed: nn.Module = given.to(memory_format=torch.channels_last)
-        return placed
-
-    def laid_out(self, batch: Batch) -> Batch:
-        if not self.layout:
-            return batch
-        last = torch.channels_last
-        return {
-            name: value.contiguous(memory_format=last) if value.dim() == 4 else value
-            for name, value in batch.items()
-        }
 
 
 class Family(Protocol):

@@ -24,9 +24,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 import deepytorch
 from deepytorch.workloads.headline import OURS
 from deepytorch.workloads.headline.job import ArmJob, ArmRun
-from deepytorch_core import config
+from deepytorch_core.base import config
+from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing, worker
-from deepytorch_core.bench.record import Record
 from deepytorch_core.compile import compilation_of
 from deepytorch_core.nn.kernels import Setting, apply_kernels
 

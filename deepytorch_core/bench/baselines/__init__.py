@@ -6,97 +6,17 @@ starts, and says what to install when it is missing; `connect` gives a rank its 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from deepytorch_core.bench.rivals import Setup
+
 if TYPE_CHECKING:
+    from deepytorch_core.bench.baselines.arm import Measure, Prepare
     from deepytorch_core.bench.job import Job
-    from deepytorch_core.bench.ops import Buffers, Operation
+    from deepytorch_core.bench.rivals import Bind
     from deepytorch_core.bench.rows import Row
     from deepytorch_core.bench.worker import Groups
-
-TORCH_BACKENDS = ("gloo", "nccl")
-PEER_MEMORY = ("nccl-symm", "torch-symm")
-BASELINES = (*TORCH_BACKENDS, *PEER_MEMORY, "deepspeed-shm", "mpi")
-
-Call = Callable[[], object]
-Bind = Callable[["Operation", "Buffers"], Call]
-"""Makes the call that runs one operation on these buffers; it returns when the work is done."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One arm of a row: its call, the call's buffers, and which of its ways it is ("": the one)."""
-
-    call: Call
-    buffers: "Buffers"
-    way: str = ""
-
-
-Prepare = Callable[["Row"], Trial]
-"""Makes an arm of a row ready. All ranks take part."""
-
-Measure = Callable[[Call], float]
-"""About how long a call takes, the way the run times calls; equal on all ranks, which take part."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The offers of a rival; None is everything that `bench` knows.
-
-    `backend` is torch's backend of its processes' default group.
-    """
-
-    devices: tuple[str, ...] = ("cpu",)
-    backend: str = "gloo"
-    ops: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] | None = None
-    title: str = ""
-
-
-LIMITS: Mapping[str, Limits] = {
-    "gloo": Limits(devices=("cpu", "cuda"), title="gloo"),
-    "nccl": Limits(devices=("cuda",), backend="nccl", title="NCCL"),
-    "nccl-symm": Limits(
-        devices=("cuda",),
-        backend="nccl",
-        ops=("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"),
-        title="NCCL with symmetric memory",
-    ),
-    "torch-symm": Limits(
-        devices=("cuda",),
-        backend="nccl",
-        ops=("all_reduce", "reduce_scatter"),
-        dtypes=("float32", "bfloat16"),
-        title="torch's symmetric memory",
-    ),
-    "deepspeed-shm": Limits(
-        ops=("all_reduce",),
-        dtypes=("float32", "bfloat16", "float16"),
-        title="DeepSpeed's shared-memory op",
-    ),
-    "mpi": Limits(
-        dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
-        title="MPI",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The things that the ranks of a run need for its baseline.
-
-    `environment` is added to theirs, `settings` is what the record says of it, `versions` are those
-    of the rival's packages. With `mpiexec` it starts the ranks.
-    """
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    mpiexec: Path | None = None
-    library: str = ""
 
 
 @contextlib.contextmanager
@@ -122,7 +42,7 @@ def prepare(baseline: str, world_size: int) -> Iterator[Setup]:
         yield Setup()
 
 
-def connect(job: "Job", rank: int) -> Bind:
+def connect(job: "Job", rank: int) -> "Bind":
     """This rank's calls of a baseline that is no torch backend."""
     if job.baseline == "deepspeed-shm":
         from deepytorch_core.bench.baselines import deepspeed_shm
@@ -135,8 +55,8 @@ def connect(job: "Job", rank: int) -> Bind:
 
 @contextlib.contextmanager
 def connected(
-    job: "Job", groups: "Groups", rows: Sequence["Row"], bind: Bind, measure: Measure
-) -> Iterator[Prepare]:
+    job: "Job", groups: "Groups", rows: Sequence["Row"], bind: "Bind", measure: "Measure"
+) -> Iterator["Prepare"]:
     """This rank's arms of a rival in `PEER_MEMORY`, while the context is open.
 
     Their memory is enough for each of `rows`. `bind` makes the calls of the baseline's group.

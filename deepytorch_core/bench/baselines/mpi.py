@@ -8,9 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core import config
-from deepytorch_core.bench.baselines import Bind, Call, Setup
+from deepytorch_core.base import config
 from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.rivals import Bind, Call, Setup
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.job import Job

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.bench.baselines import Bind, Prepare, Trial
+from deepytorch_core.bench.baselines.arm import Prepare, Trial
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.memory import Arena
+from deepytorch_core.bench.rivals import Bind
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.rows import Row

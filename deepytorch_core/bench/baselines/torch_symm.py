@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepytorch_core.bench.baselines import Measure, Prepare, Setup, Trial
+from deepytorch_core.bench.baselines.arm import Measure, Prepare, Trial
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.memory import Arena
 from deepytorch_core.bench.ops import Buffers
+from deepytorch_core.bench.rivals import Setup
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.rows import Row

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from deepytorch_core.base.console import say
 from deepytorch_core.compile import registry
 from deepytorch_core.compile.region import Forward
-from deepytorch_core.console import say
 
 # In the order in which they are entered.
 _FILES = ("packed_rows", "ones_masks", "grouped_products", "expert_counts")

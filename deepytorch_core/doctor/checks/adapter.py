@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepytorch_core import adapter, distribution
+from deepytorch_core.base import distribution
+from deepytorch_core.c10d import adapter
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 

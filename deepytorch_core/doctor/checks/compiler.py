@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 

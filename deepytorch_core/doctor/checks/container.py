@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepytorch_core.control_group import ControlGroup, Memory
+from deepytorch_core.base.cgroup import ControlGroup, Memory
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepytorch_core import distribution
+from deepytorch_core.base import distribution
 from deepytorch_core.doctor.finding import Finding, fail, okay
 from deepytorch_core.doctor.machine import Machine
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
-from deepytorch_core import distribution
+from deepytorch_core.base import distribution
 from deepytorch_core.doctor.finding import Finding, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
-from deepytorch_core.topology import Nic
+from deepytorch_core.topology.model import Nic
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from deepytorch_core import distribution
+from deepytorch_core.base import distribution
 from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.doctor.torch_facts import Device

@@ -8,7 +8,7 @@ from deepytorch_core.doctor.checks import interface
 from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.network.path_mtu import PathMtu
-from deepytorch_core.topology import Nic
+from deepytorch_core.topology.model import Nic
 
 _FAST_MBPS = 25_000
 _JUMBO = 4000

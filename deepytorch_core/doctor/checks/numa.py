@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.doctor.finding import Finding, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 

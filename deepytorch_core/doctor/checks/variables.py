@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.doctor.finding import Finding, State, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 from deepytorch_core.network.addresses import matching_interface

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch_core import replicas
+from deepytorch_core.base import data_parallel
 
 Function = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -56,7 +56,7 @@ def replace(module: nn.Module, function: Function) -> Callable[[], None]:
     A copy of the module has a forward of its own, a pickled one its class's: a bound method is
     pickled by its name.
     """
-    replicas.leave_alone()
+    data_parallel.leave_alone()
     vars(module)["forward"] = types.MethodType(_replacing(function), module)
 
     def undo() -> None:

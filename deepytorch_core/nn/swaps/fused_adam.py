@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
 from deepytorch_core import guard
+from deepytorch_core.base.patching import Patches
 from deepytorch_core.nn import fused_adam
 from deepytorch_core.nn.kernels import (
     Kernel,
@@ -34,7 +35,6 @@ from deepytorch_core.nn.kernels import (
     register_place,
 )
 from deepytorch_core.nn.swaps import fused_optimizer
-from deepytorch_core.patching import Patches
 
 KIND = "fused adam"
 DEVICE = "cuda"

@@ -30,7 +30,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from deepytorch_core import decisions, guard
+from deepytorch_core import guard
+from deepytorch_core.base import decisions
 from deepytorch_core.nn import scaler_step
 from deepytorch_core.nn.kernels import (
     Kernel,

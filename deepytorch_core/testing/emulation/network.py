@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing.emulation import links, namespaces
 from deepytorch_core.testing.emulation.namespaces import EmulationError
 from deepytorch_core.testing.emulation.setting import Seat, Setting

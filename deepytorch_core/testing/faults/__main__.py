@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.bench import record
+from deepytorch_core.base import provenance
 from deepytorch_core.testing.faults import schedule
 from deepytorch_core.testing.faults.cases import cases
 from deepytorch_core.testing.faults.page import write_page
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.writelines(f"{num_run}/{len(chosen)} {line}\n" for line in lines)
         sys.stdout.flush()
         if options.json:
-            record.write_record(options.json, {**told, **record.provenance()})
+            provenance.write_record(options.json, {**told, **provenance.provenance()})
     close_idle_workers()
     if options.write:
-        others = [each for file in options.beside for each in record.read_records(file)]
-        write_page(options.write, [*others, *record.read_records(options.json)])
+        others = [each for file in options.beside for each in provenance.read_records(file)]
+        write_page(options.write, [*others, *provenance.read_records(options.json)])
     left = sorted(names_in_shm() - shared)
     if left:
         sys.stdout.write(f"left in /dev/shm: {', '.join(left)}\n")

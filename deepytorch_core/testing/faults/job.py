@@ -119,7 +119,7 @@ def survive(rank: int, world_size: int, settings: Settings) -> Told:
     """One rank of a case; the victim's may not return."""
     import torch.distributed as dist
 
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core import config
+from deepytorch_core.base import config
 from deepytorch_core.testing.emulation import (
     EmulationError,
     Network,

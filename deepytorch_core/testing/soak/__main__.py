@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core.bench import record
+from deepytorch_core.base import provenance
 from deepytorch_core.testing import strangers
 from deepytorch_core.testing.failures import RankError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str]) -> int:
         if on_gpus:
             result["device"] = options.device
             result["held"] = [dataclasses.asdict(each) for each in held]
-        record.write_record(options.json, {"bench": "soak", **result, **record.provenance()})
+        provenance.write_record(
+            options.json, {"bench": "soak", **result, **provenance.provenance()}
+        )
     return int(bool(bad))
 
 

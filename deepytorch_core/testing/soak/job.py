@@ -125,7 +125,7 @@ def _by_gloo(ranks: tuple[int, ...]) -> Any:
     import torch
     import torch.distributed as dist
 
-    from deepytorch_core import c10d_patches
+    from deepytorch_core.c10d import patches as c10d_patches
 
     with c10d_patches.as_asked():
         made = dist.new_group(list(ranks), backend="gloo")
@@ -167,7 +167,7 @@ def cycles(rank: int, world_size: int, count: int, device: str = "cpu") -> dict[
     Returns descriptors, threads and the like that are left, how many more mappings there are, and
     by how many bytes a cycle what is resident has grown.
     """
-    from deepytorch_core import backend
+    from deepytorch_core.c10d import backend
 
     backend.register()
     place = _place(rank, device)

@@ -169,7 +169,7 @@ class Performance:
         """
         import torch
 
-        from deepytorch_core import registered
+        from deepytorch_core.c10d import registered
 
         on_host = self._device.type == "cpu"
         may_be_strided = on_host and self.step.op in _STRIDED

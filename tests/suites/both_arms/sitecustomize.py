@@ -10,7 +10,8 @@ import os
 
 if os.environ.get("SUITE_ARM", "stock") != "stock":
     import deepytorch  # noqa: F401 (this is what switches it on)
-    from deepytorch_core import backend, decisions
+    from deepytorch_core.base import decisions
+    from deepytorch_core.c10d import backend
 
     note_group, record = backend.note_group, decisions.record
 

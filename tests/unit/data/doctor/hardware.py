@@ -19,7 +19,7 @@ from deepytorch_core.doctor.checks import (
 from deepytorch_core.doctor.finding import State
 from deepytorch_core.doctor.smi import GpuState
 from deepytorch_core.doctor.torch_facts import Device, Pair
-from deepytorch_core.topology import Gpu, GpuLink
+from deepytorch_core.topology.model import Gpu, GpuLink
 
 FAIL, WARN = State.FAIL, State.WARN
 

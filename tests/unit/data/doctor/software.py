@@ -29,7 +29,7 @@ from deepytorch_core.doctor.finding import State
 from deepytorch_core.doctor.torch_facts import TorchFacts
 from deepytorch_core.network.link import Link
 from deepytorch_core.network.path_mtu import PathMtu
-from deepytorch_core.topology import Nic
+from deepytorch_core.topology.model import Nic
 
 FAIL, WARN = State.FAIL, State.WARN
 

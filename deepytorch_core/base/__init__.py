@@ -1,0 +1,1 @@
+"""Every other room stands on this one: options, messages, errors, patches, stores."""

@@ -1,0 +1,1 @@
+"""The backend of torch.distributed is switched on, built and upgraded to here."""

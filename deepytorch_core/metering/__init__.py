@@ -1,0 +1,1 @@
+"""Optimizer steps, operations and waits for data are counted here."""

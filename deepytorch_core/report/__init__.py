@@ -1,0 +1,1 @@
+"""People and programs are told here: the report, its page, metrics, explanations."""

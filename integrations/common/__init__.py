@@ -1,0 +1,1 @@
+"""Adapters share this: the contract with the user, groups, compilation, batches."""

@@ -1,0 +1,1 @@
+"""Models that a framework is handed get fused kernels."""

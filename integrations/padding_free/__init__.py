@@ -1,0 +1,1 @@
+"""Models of transformers train on rows without padding."""

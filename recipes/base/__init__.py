@@ -1,0 +1,1 @@
+"""Data, models and the runner stand on this: options, settings, processes."""

@@ -1,0 +1,1 @@
+"""Text, conversations, pairs and images become batches here."""

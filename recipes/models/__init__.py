@@ -1,0 +1,1 @@
+"""Recipes train these models."""

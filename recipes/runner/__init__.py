@@ -1,0 +1,1 @@
+"""A loop trains a recipe's task: engines, checkpoints, comparison."""
