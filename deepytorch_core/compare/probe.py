@@ -57,6 +57,8 @@ _TRIALS = (
     # Not the adapters themselves, whose functions users call.
     *(f"deepytorch.integrations.{name}." for name in ("ddp", "deepspeed", "fsdp", "transformers")),
 )
+# Its functions stand around the script's own calls, and try nothing out themselves.
+_AROUND = "deepytorch.integrations.seams.arm"
 
 
 class Finished(SystemExit):
@@ -282,7 +284,8 @@ def _is_trial() -> bool:
     """Whether deepytorch itself, not the script, makes the call under way."""
     frame = sys._getframe(2)
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith(_TRIALS):
+        name = str(frame.f_globals.get("__name__"))
+        if name != _AROUND and name.startswith(_TRIALS):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

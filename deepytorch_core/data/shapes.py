@@ -95,7 +95,8 @@ class Shapes:
 
 def _ratio(batches: list[int], num_sizes: int) -> float:
     """Return the ratio that leads from the smallest batch to beyond the largest in so many."""
-    return max(_LEAST_RATIO, (max(batches) * _HEADROOM / min(batches)) ** (1 / num_sizes))
+    spread = max(batches) * _HEADROOM / min(batches)
+    return max(_LEAST_RATIO, math.exp(math.log(spread) / num_sizes))
 
 
 def _rounded(num_tokens: float) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from deepytorch.cli import runner
+from deepytorch.integrations.seams import arm, plain
 from deepytorch_core.compare import probe as probes
 from deepytorch_core.compare.plan import Plan
 from deepytorch_core.compare.probe import OWN_RANKS, STEPPED, Probe
@@ -101,6 +102,22 @@ def test_a_loss_is_shown_without_the_scalers_factor(
     if scaler.is_enabled():
         scaler._scale *= 2  # as update() does, in place
     assert probes._total(probe._since_step) == pytest.approx(seen)
+
+
+def test_a_loss_is_seen_within_a_step_that_a_seam_stands_around(probe: Probe) -> None:
+    weight = torch.ones((), dtype=torch.float32, requires_grad=True)
+
+    def training_step(trainer: Any) -> torch.Tensor:
+        loss = weight * 2
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    arm._stepping(training_step)(None)
+    assert probes._total(probe._since_step) == 2.0
+    names = {"act": weight.backward, "__name__": plain.__name__}
+    exec("def tried():\n    act()", names)
+    names["tried"]()
+    assert len(probe._since_step) == 1, "what a seam tries is none of the script's"
 
 
 def test_the_first_step_leaves_a_mark(probe: Probe, tmp_path: Path) -> None:
