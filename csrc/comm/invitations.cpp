@@ -1,21 +1,15 @@
 #include "comm/invitations.hpp"
 
-#include <poll.h>
 #include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
-#include <cstddef>
-#include <cstring>
 #include <sstream>
 #include <thread>
-#include <vector>
 
 #include "base/error.hpp"
 #include "base/thread.hpp"
-#include "base/unique_fd.hpp"
+#include "base/wait.hpp"
 #include "bootstrap/exchange.hpp"
 
 namespace dpt {
@@ -25,85 +19,18 @@ namespace {
 // its own first operation.
 const std::string kNoAddress = "-";
 
-constexpr socklen_t kNameOffset = offsetof(sockaddr_un, sun_path) + 1;
-constexpr size_t kMostBytes = 128 << 10;  // of a datagram
 // How long a question waits for its answer before it is asked again.
 constexpr std::chrono::milliseconds kAnswerTime{100};
 // The lender answers at once, or has left.
 constexpr std::chrono::milliseconds kLenderTime{1000};
+// So many peers ask the lender at a time that there was no room for one more.
+constexpr std::chrono::milliseconds kPause{1};
 
-// A datagram socket on a free abstract address that the kernel picks; -1 when there is none. Any
-// user of the machine may send there, so the kernel is asked who did.
-int open_socket() {
-  const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) return -1;
-  const int on = 1;
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (setsockopt(fd, SOL_SOCKET, SO_PASSCRED, &on, sizeof on) == 0 &&
-      bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(sa_family_t)) == 0) {
-    return fd;
-  }
-  ::close(fd);
-  return -1;
-}
-
-struct Datagram {
-  bool has_failed = false;  // with errno
-  std::string text;         // empty: of another user, or nothing
-  std::string from;         // the sender's address
-};
-
-// The next datagram, whose text counts where a process of this user has sent it.
-Datagram receive(int fd, std::vector<char>& buffer) {
-  sockaddr_un from{};
-  iovec data{buffer.data(), buffer.size()};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred))];
-  msghdr message{};
-  message.msg_name = &from;
-  message.msg_namelen = sizeof from;
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof control;
-  const ssize_t bytes = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
-  if (bytes < 0) return {.has_failed = true, .text = "", .from = ""};
-  ucred sender{};
-  sender.uid = static_cast<uid_t>(-1);
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
-       header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_CREDENTIALS) {
-      std::memcpy(&sender, CMSG_DATA(header), sizeof sender);
-    }
-  }
-  if (sender.uid != geteuid()) return {};
-  Datagram found;
-  found.text.assign(buffer.data(), static_cast<size_t>(bytes));
-  if (message.msg_namelen > kNameOffset) {
-    found.from.assign(from.sun_path + 1, message.msg_namelen - kNameOffset);
-  }
-  return found;
-}
-
-std::string name_of_socket(int fd) {
-  sockaddr_un address{};
-  socklen_t length = sizeof address;
-  const int failed = getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  if (failed != 0 || length <= kNameOffset) return kNoAddress;
-  return {address.sun_path + 1, length - kNameOffset};
-}
-
-void send_to(int fd, const std::string& name, const std::string& text) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  if (fd < 0 || name == kNoAddress || name.size() + 1 > sizeof address.sun_path) return;
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  sendto(fd,
-         text.data(),
-         text.size(),
-         MSG_DONTWAIT | MSG_NOSIGNAL,
-         reinterpret_cast<sockaddr*>(&address),
-         static_cast<socklen_t>(kNameOffset + name.size()));
+// Without waiting; false with errno, EAGAIN where the addressee has no room.
+bool send_to(const KeyedSocket& from, const std::string& name, const std::string& text) {
+  if (name != kNoAddress) return send_local(from.fd(), text, {}, MSG_DONTWAIT, name);
+  errno = ECONNREFUSED;
+  return false;
 }
 
 std::string address_in(const std::string& words) { return words.substr(0, words.find(' ')); }
@@ -113,40 +40,46 @@ std::string number_in(const std::string& words) { return words.substr(words.find
 
 class Invitations::Listener {
  public:
-  explicit Listener(Invitations& owner)
-      : owner_(owner), socket_(open_socket()), address_(kNoAddress) {
-    if (socket_.get() < 0) return;
-    address_ = name_of_socket(socket_.get());
+  explicit Listener(Invitations& owner) : owner_(owner) {
+    try {
+      socket_ = KeyedSocket::make();
+    } catch (const Error&) {
+      return;
+    }
     thread_ = start_thread([this] { run(); });
   }
   ~Listener() {
     if (!thread_.joinable()) return;
     stopping_ = true;
-    send_to(socket_.get(), address_, "");
+    send(socket_.address().name, socket_.address().key);
     thread_.join();
   }
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
 
-  int socket() const { return socket_.get(); }
-  const std::string& address() const { return address_; }
+  // The two words that make a peer's datagram come to the group with a fresh number.
+  std::string words() const {
+    const KeyedAddress& own = socket_.address();
+    return (own.name.empty() ? kNoAddress : own.name) + " " + own.key + random_id();
+  }
+  void send(const std::string& name, const std::string& text) const {
+    send_to(socket_, name, text);
+  }
   void close_after_fork() { socket_.reset(); }
 
  private:
   void run() {
-    std::vector<char> buffer(kMostBytes);
     while (!stopping_) {
-      const Datagram datagram = receive(socket_.get(), buffer);
-      if (datagram.has_failed && errno != EINTR) return;
-      if (datagram.text.empty()) continue;
-      const std::string reply = owner_.answer(datagram.text);
-      if (!reply.empty() && !datagram.from.empty()) send_to(socket_.get(), datagram.from, reply);
+      const std::optional<LocalMessage> datagram = socket_.receive();
+      if (!datagram && errno != EINTR && errno != EAGAIN) return;
+      if (!datagram) continue;
+      const std::string reply = owner_.answer(datagram->text);
+      if (!reply.empty() && !datagram->from.empty()) send(datagram->from, reply);
     }
   }
 
   Invitations& owner_;
-  UniqueFd socket_;
-  std::string address_;
+  KeyedSocket socket_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;
 };
@@ -163,11 +96,11 @@ void Invitations::after_fork() {
 }
 
 std::string Invitations::open(Invited invited, Store& store) {
-  const std::string number = random_id();
   std::lock_guard lock(mutex_);
   if (!listener_) listener_ = std::make_unique<Listener>(*this);
-  open_[number] = {std::move(invited), &store};
-  return listener_->address() + " " + number;
+  const std::string words = listener_->words();
+  open_[number_in(words)] = {std::move(invited), &store};
+  return words;
 }
 
 void Invitations::reopen(const std::string& words, Invited invited) {
@@ -184,9 +117,7 @@ void Invitations::close(const std::string& words) {
 
 void Invitations::send(const std::string& to, const std::string& from) const {
   std::lock_guard lock(mutex_);
-  if (listener_) {
-    send_to(listener_->socket(), address_in(to), number_in(to) + " invite " + from);
-  }
+  if (listener_) listener_->send(address_in(to), number_in(to) + " invite " + from);
 }
 
 // "<number> invite <words>", or "<number> get|set <question> <key> <value>".
@@ -217,35 +148,30 @@ std::string Invitations::answer(const std::string& datagram) {
   }
 }
 
-LentStore::~LentStore() {
-  if (socket_ >= 0) ::close(socket_);
-}
-
 std::optional<std::string> LentStore::ask(const std::string& question,
                                           std::chrono::milliseconds timeout) {
-  if (socket_ < 0) {
-    socket_ = open_socket();
-    secret_ = random_id();
+  try {
+    if (socket_.fd() < 0) socket_ = KeyedSocket::make();
+  } catch (const Error&) {
+    return std::nullopt;
   }
-  std::vector<char> buffer(kMostBytes);
+  const size_t verb_end = question.find(' ') + 1;
   const auto end = std::chrono::steady_clock::now() + timeout;
   do {
-    // Nobody but who is asked can know it.
-    const std::string mark = secret_ + std::to_string(++questions_) + " ";
-    const size_t verb_end = question.find(' ') + 1;
-    send_to(
-        socket_,
-        address_in(words_),
-        number_in(words_) + " " + question.substr(0, verb_end) + mark + question.substr(verb_end));
+    const std::string mark = socket_.address().key + std::to_string(++questions_) + " ";
+    const std::string text =
+        number_in(words_) + " " + question.substr(0, verb_end) + mark + question.substr(verb_end);
+    const Deadline answered(kAnswerTime);
+    while (!send_to(socket_, address_in(words_), text)) {
+      if (errno != EAGAIN) return std::nullopt;  // it has left
+      if (answered.expired()) break;
+      std::this_thread::sleep_for(kPause);
+    }
     // The wait is no longer for anything else that comes.
-    const auto until = std::chrono::steady_clock::now() + kAnswerTime;
-    for (auto left = kAnswerTime; left.count() > 0;
-         left = std::chrono::duration_cast<std::chrono::milliseconds>(
-             until - std::chrono::steady_clock::now())) {
-      pollfd entry{socket_, POLLIN, 0};
-      if (poll(&entry, 1, static_cast<int>(left.count())) <= 0) break;
-      const Datagram reply = receive(socket_, buffer);
-      if (reply.text.starts_with(mark)) return reply.text.substr(mark.size());
+    while (!answered.expired()) {
+      if (!readable_within(socket_.fd(), answered.next_slice())) continue;
+      const std::optional<LocalMessage> reply = socket_.receive();
+      if (reply && reply->text.starts_with(mark)) return reply->text.substr(mark.size());
     }
   } while (std::chrono::steady_clock::now() < end);
   return std::nullopt;

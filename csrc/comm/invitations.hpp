@@ -8,6 +8,10 @@
 // group's progress thread, whatever its own program is doing. Hence every message of a group takes
 // one way: its ranks first agree, as for collectives, whether they share memory.
 //
+// Whoever finds the socket's address can't hold up an invitation: NOTE [Key] in
+// transport/shm/keyed_socket.hpp. A group's number begins with the key of its process's socket, a
+// question's mark with that of who asks.
+//
 // NOTE [Lent store] The invited rank's program may be inside a wait of the rendezvous store, for
 // the very ranks that invite it, and torch's TCPStore serves one call at a time. So who invites
 // also lends its store: the invited rank's questions travel over the datagram socket.
@@ -20,6 +24,7 @@
 #include <string>
 
 #include "bootstrap/store.hpp"
+#include "transport/shm/keyed_socket.hpp"
 
 namespace dpt {
 
@@ -67,7 +72,6 @@ class Invitations {
 class LentStore : public Store {
  public:
   LentStore(std::string words, Store& own) : words_(std::move(words)), own_(own) {}
-  ~LentStore() override;
   void set(const std::string& key, const std::string& value) override;
   std::optional<std::string> get(const std::string& key,
                                  std::chrono::milliseconds timeout) override;
@@ -78,8 +82,7 @@ class LentStore : public Store {
 
   std::string words_;
   Store& own_;
-  int socket_ = -1;
-  std::string secret_;  // begins all marks of questions
+  KeyedSocket socket_;  // made by the first question
   uint64_t questions_ = 0;
 };
 

@@ -356,14 +356,14 @@ struct Hello {
 // Hands this rank's block to every neighbour and takes theirs.
 std::vector<DeviceMemory> exchange_blocks(const DeviceGroup::Setup& setup,
                                           const std::vector<Hello>& peers,
-                                          const UniqueFd& listener,
+                                          const KeyedSocket& listener,
                                           DeviceMemory own) {
   const int size = static_cast<int>(peers.size());
   std::vector<UniqueFd> sockets(size);
   int neighbours = 0;
   for (int rank = 0; rank < size; ++rank) {
     if (!is_neighbour(setup, rank)) continue;
-    sockets[rank] = connect_abstract(peers[rank].address);
+    sockets[rank] = connect_abstract(peers[rank].address, setup.wait);
     ++neighbours;
   }
   const UniqueFd file = own.export_file();
@@ -382,6 +382,7 @@ std::vector<DeviceMemory> exchange_blocks(const DeviceGroup::Setup& setup,
   std::vector<DeviceMemory> blocks(size);
   for (int rank = 0; rank < size; ++rank) {
     if (!is_neighbour(setup, rank)) continue;
+    await_acceptance(sockets[rank], setup.wait);
     const Received received = receive_fds(sockets[rank], setup.wait);
     if (received.text != std::to_string(rank) || received.fds.size() != 1) {
       throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
@@ -502,7 +503,7 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
   const cuda::RelaxedCapture relaxed;
   const int size = static_cast<int>(setup.global_ranks.size());
   Hello hello;
-  UniqueFd listener;
+  KeyedSocket listener;
   try {
     if (size > kMaxRanks) {
       throw Error(

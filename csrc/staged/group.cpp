@@ -109,7 +109,7 @@ UniqueFd create_file(const Shape& shape) {
 }
 
 // The first rank hands the file to who comes for it.
-void hand_out(const Group::Setup& setup, const UniqueFd& listener, const UniqueFd& file) {
+void hand_out(const Group::Setup& setup, const KeyedSocket& listener, const UniqueFd& file) {
   for (int served = 1; served < setup.ranks.layout.ranks_on(setup.ranks.node());) {
     const UniqueFd peer = accept_within(listener, setup.wait.deadline.next_slice());
     if (peer.get() >= 0) {
@@ -125,7 +125,8 @@ void hand_out(const Group::Setup& setup, const UniqueFd& listener, const UniqueF
 }
 
 UniqueFd fetch(const Group::Setup& setup, const std::string& address) {
-  const UniqueFd socket = connect_abstract(address);
+  const UniqueFd socket = connect_abstract(address, setup.wait);
+  await_acceptance(socket, setup.wait);
   Received received = receive_fds(socket, setup.wait);
   if (received.text != "board" || received.fds.size() != 1) {
     throw Error(DPT_ERR_SYSTEM, "a local process sent a malformed greeting");
@@ -200,7 +201,7 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
   const std::shared_ptr<Workers> workers =
       setup.workers ? setup.workers : workers_of_process(setup);
   Hello hello{"-", 0, workers->size(), ""};
-  UniqueFd listener;
+  KeyedSocket listener;
   hello.why_not = trouble_in([&] {
     hello.slot_bytes = shape_for(setup).slot_bytes;
     if (is_first(setup)) listener = listen_abstract(&hello.address);

@@ -8,6 +8,7 @@ one that is not torch's only `add` and `check` are used besides, and `lacks` say
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -16,6 +17,28 @@ from typing import Any
 _FIRST_PAUSE_S, _PAUSE_S = 0.0005, 0.05
 # Between claiming to be the first and saying what, a rank does nothing else.
 _CLAIM_LIMIT_S = 30.0
+
+
+def serve(host: str, timeout: timedelta | None = None) -> Any:
+    """A TCPStore at a free port of `host`, an IPv4 address of this machine, and nowhere else.
+
+    By itself it would listen on all interfaces, with a socket for IPv6 and IPv4. It asks for the
+    name of each caller, in its only thread. /etc/hosts tells that of a local IPv4 address, but not
+    of the IPv6 address that such a socket takes it for: then all wait for DNS, which may be silent.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    limit = {} if timeout is None else {"timeout": timeout}
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+        **limit,
+    )
 
 
 def root(store: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from deepytorch_core.base import config
+from deepytorch_core.base import config, stores
 from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.bench import baselines, rivals
 from deepytorch_core.bench.job import BenchError, Run
@@ -121,6 +121,7 @@ class _Ranks:
     ) -> None:
         self._job = job
         self._network = network
+        self._host = "127.0.0.1" if network is None else network.switch_address
         self._setup = setup
         self._folder = folder
         self._pipe = folder / "messages"
@@ -197,19 +198,12 @@ class _Ranks:
 
     def _serve_store(self) -> TCPStore:
         def serve() -> TCPStore:
-            return TCPStore(
-                "127.0.0.1",
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._job.timeout_s),
-            )
+            return stores.serve(self._host, timedelta(seconds=self._job.timeout_s))
 
         return serve() if self._network is None else self._network.on_switch(serve)
 
     def _command(self, rank: int) -> list[str]:
-        host = "127.0.0.1" if self._network is None else self._network.switch_address
-        store = f"{host}:{self._store.port}"
+        store = f"{self._host}:{self._store.port}"
         arguments = [str(rank), store, str(self._pipe), self._job.to_json()]
         return [sys.executable, "-m", self._job.WORKER, *arguments]
 

@@ -47,13 +47,13 @@ from deepytorch_core.hang.evidence import Rank
 _ANSWER_LIMIT_S = 4.0
 _VERDICT_LIMIT_S = 8.0
 _JUDGE_LIMIT_S = 2.0  # between claiming to be the judge and saying so
+_AGREE_LIMIT_S = 20.0  # of all that, however slow the store is
 # A program that lives with timeouts is not to be slowed down by each.
 _MOST_VERDICTS = 4
 # Asked so often whether a rank wants to know, and not waited for: a store's wait that finds nothing
 # prints two lines when its time is up.
 _LISTEN_S = 1.0
-_END_LIMIT_S = 3.0
-_REACH_LIMIT_S = 2.0
+_END_LIMIT_S, _REACH_LIMIT_S = 3.0, 2.0
 _CONNECT_LIMIT_S = 0.5  # of one attempt, which torch may make twice as long
 # A store that can't be reached any more is given up after so long: torch would wait for the system
 # to do so, a quarter of an hour.
@@ -292,7 +292,8 @@ def _meet(home: _Home, case: str, group: str, operation: evidence.Operation | No
     unreachable = _unreachable(home.store)
     if not unreachable:
         try:
-            return _agree(home, case, judge)
+            with store_limit.at_most(home.store, _AGREE_LIMIT_S):
+                return _agree(home, case, judge)
         except RuntimeError:  # the store has gone meanwhile, perhaps
             unreachable = _unreachable(home.store)
             if not unreachable:
@@ -328,12 +329,12 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
         if rank not in ranks or ranks[rank].process == evidence.MISSING
     ]
     if absent:
-        _call(home.store, case)
+        _call(clone, case)
         for one in _await_answers(store, absent):
             ranks[one.rank] = one
         for rank in absent:
             if rank not in ranks or ranks[rank].process == evidence.MISSING:
-                ranks[rank] = _without_answer(home.store, rank)
+                ranks[rank] = _without_answer(clone, rank)
     found = judge(ranks.values())
     told = verdict.with_cause(found, lambda rank: stores.there(clone, f"failed/{rank}"))
     sentence = "" if found.kind == verdict.NO_HANG else told

@@ -1,14 +1,19 @@
-"""How long a rank waits for the job's store over a network that is gone."""
+"""How long a rank waits for the job's store whose network is gone, or whose server is busy."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
+
+from deepytorch_core.base import unlisted
 
 _MOST_S = 900.0  # about what Linux takes by itself
 _LEAST_S = 10.0  # an outage that jobs are to live through
+_CUT_AGAIN_S = 0.1  # since torch may connect anew
 
 
 def server_below(store: Any) -> Any:
@@ -56,6 +61,37 @@ def set_limit(connection: socket.socket, seconds: float) -> None:
     for option, value in options.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, int(value))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+@contextlib.contextmanager
+def at_most(store: Any, seconds: float) -> Iterator[None]:
+    """Ends the connections to `store`'s server that are made inside once so many seconds are over.
+
+    Who is asking over one of them then gets a RuntimeError. Neither a question to a TCPStore nor
+    the greeting of a new connection has a time limit, and a server may live and not answer: its
+    node is busy, or DNS, which it asks for the name of each caller, says nothing.
+    Nothing happens where the store is no TCPStore.
+    """
+    server = server_below(store)
+    known = sockets()
+    over = threading.Event()
+
+    def cut() -> None:
+        pause_s = seconds
+        while server is not None and not over.wait(pause_s):
+            for number, _ in sockets() - known:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as own:
+                    if _is_ip(own) and own.getpeername()[1] == server.port:
+                        own.shutdown(socket.SHUT_RDWR)
+            pause_s = _CUT_AGAIN_S
+
+    thread = unlisted.Thread(cut, name="deepytorch-limit")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _is_ip(connection: socket.socket) -> bool:

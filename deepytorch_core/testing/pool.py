@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepytorch_core.base import config
+from deepytorch_core.base import config, stores
 from deepytorch_core.testing.emulation import Placement
 from deepytorch_core.testing.failures import Failures
 from deepytorch_core.testing.nursery import READ_LATER, Nursery, Worker
@@ -49,12 +49,12 @@ class Pool:
 
         self._placement = placement
         self._store: TCPStore | None = None
-        host = STORE_HOST if placement is None else placement.network.switch_address
+        self._store_host = STORE_HOST if placement is None else placement.network.switch_address
         self._workers: list[Worker] = []
         for rank in range(world_size):
             self._workers.append(
                 nursery.start(
-                    Place(rank, world_size, host),
+                    Place(rank, world_size, self._store_host),
                     self._folder / f"stacks-{rank}",
                     variables={**variables, **_local_variables(rank, world_size, placement)},
                     namespace=None if placement is None else placement.namespace(rank),
@@ -127,11 +127,9 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)], healthy
 
     def _serve_store(self) -> TCPStore:
-        from torch._C._distributed_c10d import TCPStore
-
         # Here and not in a rank, so that the death of a rank doesn't take it away.
         def serve() -> TCPStore:
-            return TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False)
+            return stores.serve(self._store_host)
 
         return serve() if self._placement is None else self._placement.network.on_switch(serve)
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from deepytorch.integrations.common.contract import IntegrationError, Joined, join, require
 from deepytorch.integrations.common.horovod_common import Placement, no_such_feature
 from deepytorch.integrations.common.horovod_rendezvous import local_store, require_one_node
-from deepytorch_core.base import agreement, config
+from deepytorch_core.base import agreement, config, stores
 from deepytorch_core.base.launchers import Launched
 from deepytorch_core.c10d import activation
 from deepytorch_core.c10d.backend import limit_of
@@ -354,7 +354,7 @@ def _store(launched: Launched) -> Store:
     )
     meeting = local_store(launched, "torch")
     if launched.rank == 0:
-        store = TCPStore("127.0.0.1", 0, wait_for_workers=False, **here)
+        store = stores.serve("127.0.0.1", here["timeout"])
         meeting.set("port", str(store.port).encode())
         meeting.remove_at_exit()
         return store

@@ -278,6 +278,49 @@ TEST(TcpDialing, FindsThePeerAmongStrangers) {
   }
 }
 
+size_t connections_waiting(const Listener& listener) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  DPT_SYS_CHECK(getsockopt(listener.fd.get(), IPPROTO_TCP, TCP_INFO, &info, &length));
+  return info.tcpi_unacked;  // of a listening socket
+}
+
+void await_callers(const Listener& listener, size_t wanted) {
+  const auto end = std::chrono::steady_clock::now() + milliseconds(20000);
+  while (connections_waiting(listener) < wanted && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+// More strangers than a rank lets in come behind the peer, and say nothing.
+TEST(TcpDialing, IsNotKeptFromThePeerByACrowdOfStrangers) {
+  const std::vector<Listener> lower = listeners({"127.0.0.1"});
+  const std::vector<Listener> upper = listeners({"127.0.0.1"});
+  Dialed other;
+  std::thread thread([&] { other = dial_as(3, 0, upper, lower); });
+  await_callers(lower[0], 3);
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 600; ++i) strangers.push_back(connect_to(lower[0]));
+  const Dialed one = dial_as(0, 3, lower, upper);
+  thread.join();
+  EXPECT_EQ(one.error + other.error, "");
+}
+
+// A crowd pushes out who has not said anything yet, the peer among them: then it calls again.
+TEST(TcpDialing, CallsAgainWhenItWasNotHeard) {
+  const std::vector<Listener> lower = listeners({"127.0.0.1"});
+  const std::vector<Listener> upper = listeners({"127.0.0.1"});
+  Dialed other;
+  std::thread thread([&] { other = dial_as(3, 0, upper, lower); });
+  for (int closed = 0; closed < 7; ++closed) {
+    await_callers(lower[0], 1);
+    UniqueFd(accept(lower[0].fd.get(), nullptr, nullptr)).reset();
+  }
+  const Dialed one = dial_as(0, 3, lower, upper);
+  thread.join();
+  EXPECT_EQ(one.error + other.error, "");
+}
+
 TEST(TcpDialing, UsesAllInterfacesOfBothSides) {
   const std::vector<Listener> lower = listeners({"127.0.0.1", "127.0.0.2"});
   const std::vector<Listener> upper = listeners({"127.0.0.3", "127.0.0.4"});

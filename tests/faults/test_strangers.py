@@ -18,7 +18,7 @@ from deepytorch_core.testing.soak import __main__ as soak
 
 LIMIT_S = 8.0
 ROUNDS = 30
-PAUSE_S = 0.1  # between rounds: the stranger finds each group's sockets meanwhile
+PAUSE_S = 0.2  # between rounds: the stranger finds each group's sockets meanwhile
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 
 
@@ -44,7 +44,7 @@ def test_messages_come_through_whatever_a_stranger_sends() -> None:
         found = spawn_ranks(exchange, 2, backend="deepytorch", timeout_s=100.0)
     assert all(is_right for _, is_right in found)
     assert all(longest < LIMIT_S for longest, _ in found)
-    assert sent.datagrams > 100, "nobody listened to the stranger"
+    assert sent.datagrams > 1000, "nobody listened to the stranger"
 
 
 # python -m deepytorch_core.testing.soak --attack --minutes 10 does so for longer.

@@ -1,6 +1,11 @@
-// Passing file descriptors between processes over abstract UNIX sockets (SCM_RIGHTS).
+// Passing file descriptors between processes of a node (SCM_RIGHTS).
+//
+// NOTE [Connections] Who connects makes a pair of sockets and sends one of them to the listener's
+// keyed socket, where no stranger takes a peer's room (NOTE [Key] in keyed_socket.hpp). The
+// listener's first word on it is its acceptance, by which the kernel tells whose process it is.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <optional>
 #include <string>
@@ -8,17 +13,19 @@
 
 #include "base/unique_fd.hpp"
 #include "base/wait.hpp"
+#include "transport/shm/keyed_socket.hpp"
 
 namespace dpt {
 
-// Most descriptors the kernel passes in one message (SCM_MAX_FD).
-constexpr int kMaxPassedFds = 253;
-
-// Listens on a fresh abstract address; `address` receives its name.
-UniqueFd listen_abstract(std::string* address);
+// Listens on a fresh abstract address; `address` receives what `connect_abstract` needs, one word.
+KeyedSocket listen_abstract(std::string* address);
 // The next connection of a process of this user, or an empty descriptor when `slice` passed.
-UniqueFd accept_within(const UniqueFd& listener, std::chrono::milliseconds slice);
-UniqueFd connect_abstract(const std::string& address);
+UniqueFd accept_within(const KeyedSocket& listener, std::chrono::milliseconds slice);
+// Does not wait for the listener to accept, but until wait.deadline for room to ask it.
+UniqueFd connect_abstract(const std::string& address, const WaitContext& wait);
+// Before a connection is used: waits until wait.deadline until the listener has accepted it.
+// Error(DPT_ERR_SYSTEM) where it is another user's, or has gone.
+void await_acceptance(const UniqueFd& connection, const WaitContext& wait);
 
 // One message: a short text and descriptors.
 void send_fds(const UniqueFd& socket, const std::string& text, const std::vector<int>& fds);

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <set>
 #include <sstream>
+#include <utility>
 
 #include "base/error.hpp"
 #include "base/log.hpp"
@@ -137,7 +138,7 @@ PoolLinks::Joined PoolLinks::join(const Meeting& meeting) {
   const std::shared_ptr<const void> used = use();
   const auto nothing = [&] { return Joined{{}, {}, trouble, nullptr}; };
 
-  UniqueFd listener;
+  KeyedSocket listener;
   Member self{process_, ""};
   attempt([&] {
     ChunkPool& pool = meeting.pool();
@@ -202,7 +203,7 @@ ChunkPool& PoolLinks::own_pool(int device) const {
 
 PoolLinks::Links PoolLinks::connect(const Meeting& meeting,
                                     const Plan& plan,
-                                    const UniqueFd& listener) {
+                                    const KeyedSocket& listener) {
   Links made;
   if (!plan.leads) return made;
   const auto link_to = [&](const std::string& process, UniqueFd socket) {
@@ -210,14 +211,15 @@ PoolLinks::Links PoolLinks::connect(const Meeting& meeting,
   };
   // The one of two processes with the lower name dials.
   std::set<std::string> awaited;
+  std::vector<std::pair<std::string, UniqueFd>> dialed;
   for (const auto& [process, rank] : plan.missing) {
     if (process < process_) {
       awaited.insert(process);
       continue;
     }
-    UniqueFd socket = connect_abstract(plan.members[rank].address);
-    send_fds(socket, process_, {});
-    link_to(process, std::move(socket));
+    UniqueFd socket = connect_abstract(plan.members[rank].address, meeting.wait);
+    send_fds(socket, process_, {});  // so that it can tell whom it has accepted
+    dialed.emplace_back(process, std::move(socket));
   }
   while (!awaited.empty()) {
     UniqueFd socket = accept_within(listener, meeting.wait.deadline.next_slice());
@@ -230,6 +232,10 @@ PoolLinks::Links PoolLinks::connect(const Meeting& meeting,
     if (meeting.wait.deadline.expired()) {
       throw Error(DPT_ERR_SYSTEM, "a rank did not come to share its device memory");
     }
+  }
+  for (auto& [process, socket] : dialed) {
+    await_acceptance(socket, meeting.wait);
+    link_to(process, std::move(socket));
   }
   return made;
 }

@@ -79,7 +79,7 @@ class PoolLinks {
   std::shared_ptr<PoolLink> find(const std::string& process) const;
   void open_ranges(const Plan& plan);
   ChunkPool& own_pool(int device) const;
-  Links connect(const Meeting& meeting, const Plan& plan, const UniqueFd& listener);
+  Links connect(const Meeting& meeting, const Plan& plan, const KeyedSocket& listener);
   void add(Links made);
   void subscribe(const Plan& plan);
   void wake();

@@ -111,7 +111,7 @@ struct Exchanged {
 Exchanged lead(const ShmGroup& group, const WaitContext& wait) {
   const int size = static_cast<int>(group.global_ranks.size());
   std::string address;
-  UniqueFd listener = listen_abstract(&address);
+  const KeyedSocket listener = listen_abstract(&address);
   Exchanged exchanged{UniqueFd(Segment::create_file(size, group.max_chunk_bytes)), {}};
   exchanged.ranks.resize(size);
   exchanged.ranks[0] = Belongings::of_this_process(group.own_pool);
@@ -159,7 +159,8 @@ Exchanged lead(const ShmGroup& group, const WaitContext& wait) {
 }
 
 Exchanged join(const ShmGroup& group, const std::string& address, const WaitContext& wait) {
-  UniqueFd socket = connect_abstract(address);
+  const UniqueFd socket = connect_abstract(address, wait);
+  await_acceptance(socket, wait);
   const Belongings own = Belongings::of_this_process(group.own_pool);
   std::vector<int> fds;
   own.append_to(&fds);

@@ -30,8 +30,11 @@ constexpr unsigned kUserTimeoutMs = 2100;
 // could carry it.
 constexpr int kNotSentBytes = 64 << 10;
 constexpr int kBacklog = 4096;
-// Strangers under way at a time; more push out the oldest.
+// Callers under way at a time that have not said whom they call; more push out the oldest. As many
+// are let in before all get their turn, lest a crowd at the door keeps the others waiting.
 constexpr size_t kMostStrangers = 256;
+// A rank that was pushed out before its first words had come calls again so soon.
+constexpr std::chrono::milliseconds kCallAgain{10};
 
 template <typename T>
 void set_option(int fd, int level, int name, const T& value) {
@@ -73,6 +76,14 @@ struct Dialog {
   Handshake::State state = Handshake::State::kWriting;
 };
 
+// A call that is to be made once more.
+struct Redial {
+  int rank;
+  uint32_t socket;
+  Clock::time_point at;
+  Clock::time_point until;
+};
+
 class Dialer {
  public:
   Dialer(const Dialing& dialing, std::chrono::milliseconds limit)
@@ -86,15 +97,19 @@ class Dialer {
   std::map<int, std::vector<UniqueFd>> run() {
     for (const auto& [rank, endpoints] : dialing_.peers) {
       if (rank > static_cast<int>(dialing_.own.me)) continue;
-      for (uint32_t socket = 0; socket < dialing_.own.sockets; ++socket) call(rank, socket);
+      for (uint32_t socket = 0; socket < dialing_.own.sockets; ++socket) {
+        call(rank, socket, Clock::now() + std::min(kConnectLimit, limit_));
+      }
     }
     auto next_check = Clock::now() + kWaitSlice;
     while (missing_ > 0) {
       await();
-      accept_all();
+      accept_some();
       for (auto dialog = dialogs_.begin(); dialog != dialogs_.end();) {
         dialog = goes_on(*dialog) ? std::next(dialog) : dialogs_.erase(dialog);
       }
+      drop_oldest_strangers();
+      call_again();
       if (Clock::now() >= next_check) {
         dialing_.check();
         next_check = Clock::now() + kWaitSlice;
@@ -105,7 +120,7 @@ class Dialer {
   }
 
  private:
-  void call(int rank, uint32_t socket) {
+  void call(int rank, uint32_t socket, Clock::time_point until) {
     const auto& endpoints = dialing_.peers.at(rank);
     const Listener& own = dialing_.listeners[socket % dialing_.listeners.size()];
     const Endpoint& theirs = endpoints[socket % endpoints.size()];
@@ -123,8 +138,18 @@ class Dialer {
     dialogs_.push_back({std::move(fd),
                         Handshake::client(dialing_.own, static_cast<uint32_t>(rank), socket),
                         with,
-                        Clock::now() + std::min(kConnectLimit, limit_),
+                        until,
                         true});
+  }
+
+  void call_again() {
+    std::vector<Redial> due;
+    std::erase_if(redials_, [&](const Redial& each) {
+      if (Clock::now() < each.at) return false;
+      due.push_back(each);
+      return true;
+    });
+    for (const Redial& each : due) call(each.rank, each.socket, each.until);
   }
 
   void await() {
@@ -136,12 +161,13 @@ class Dialer {
       const bool writes = dialog.connecting || dialog.state == Handshake::State::kWriting;
       entries.push_back({dialog.fd.get(), static_cast<short>(writes ? POLLOUT : POLLIN), 0});
     }
-    poll(entries.data(), entries.size(), static_cast<int>(kWaitSlice.count()));
+    const auto limit = redials_.empty() ? kWaitSlice : kCallAgain;
+    poll(entries.data(), entries.size(), static_cast<int>(limit.count()));
   }
 
-  void accept_all() {
+  void accept_some() {
     for (const Listener& listener : dialing_.listeners) {
-      for (;;) {
+      for (size_t accepted = 0; accepted < kMostStrangers; ++accepted) {
         SocketAddress from;
         from.length = sizeof from.storage;
         UniqueFd fd(
@@ -153,17 +179,18 @@ class Dialer {
                             Clock::now() + kGreetingLimit,
                             false,
                             Handshake::State::kReading});
-        drop_oldest_stranger();
       }
     }
   }
 
-  void drop_oldest_stranger() {
-    const auto is_stranger = [](const Dialog& dialog) { return dialog.handshake.is_server(); };
-    const auto count = std::count_if(dialogs_.begin(), dialogs_.end(), is_stranger);
-    if (static_cast<size_t>(count) > kMostStrangers + missing_) {
-      dialogs_.erase(std::find_if(dialogs_.begin(), dialogs_.end(), is_stranger));
-    }
+  void drop_oldest_strangers() {
+    const auto is_stranger = [](const Dialog& dialog) {
+      return dialog.handshake.is_server() && !dialog.handshake.is_greeted();
+    };
+    auto left = std::count_if(dialogs_.begin(), dialogs_.end(), is_stranger);
+    dialogs_.remove_if([&](const Dialog& dialog) {
+      return left > static_cast<long>(kMostStrangers) && is_stranger(dialog) && left-- > 0;
+    });
   }
 
   // False: the dialog is over, well or badly.
@@ -185,6 +212,14 @@ class Dialer {
       // A failure is an error when this rank called the peer on the address it published; whoever
       // calls this rank may be anybody.
       if (!dialog.handshake.is_server()) {
+        const auto now = Clock::now();
+        if (!dialog.connecting && dialog.handshake.is_unanswered() && now < dialog.until) {
+          redials_.push_back({static_cast<int>(dialog.handshake.peer()),
+                              dialog.handshake.socket(),
+                              now + kCallAgain,
+                              dialog.until});
+          return false;
+        }
         throw Error(DPT_ERR_SYSTEM, dialog.with + " can't be reached: " + error.what());
       }
       log(LogLevel::kDebug, "turned away " + dialog.with + ": " + error.what());
@@ -230,6 +265,7 @@ class Dialer {
   std::chrono::milliseconds limit_;
   Clock::time_point until_;
   std::list<Dialog> dialogs_;
+  std::vector<Redial> redials_;
   std::map<int, std::vector<UniqueFd>> found_;
   size_t missing_ = 0;
 };

@@ -58,6 +58,12 @@ class Handshake {
   uint32_t peer() const { return is_server_ ? hello_.from : hello_.to; }
   uint32_t socket() const { return hello_.socket; }
   bool is_server() const { return is_server_; }
+  // The server's: the client has named this very group and rank, whose id strangers don't know.
+  bool is_greeted() const { return !step_ || *step_ > Step::kHello; }
+  // The client's: nothing has come from the server yet.
+  bool is_unanswered() const {
+    return step_ && (*step_ == Step::kHello || (*step_ == Step::kChallenge && done_ == 0));
+  }
 
  private:
   enum class Step { kHello, kChallenge, kAnswer, kWelcome };
