@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from deepytorch.recipes import _run
+from deepytorch.recipes.base import run
 
 
 @pytest.mark.parametrize(("is_tty", "kind"), [(True, "bar"), (False, "lines")])
@@ -17,8 +17,8 @@ def test_forced_colours_make_no_bar_in_a_log(monkeypatch, is_tty, kind):
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = Stream()
-    monkeypatch.setattr(_run, "console", Console(file=stream, width=80))
-    with _run.StepProgress(100, enabled=True) as progress:
+    monkeypatch.setattr(run, "console", Console(file=stream, width=80))
+    with run.StepProgress(100, enabled=True) as progress:
         for step in range(1, 101):
             progress.update(step, "loss 1")
     shown = stream.getvalue()
