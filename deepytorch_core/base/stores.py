@@ -12,14 +12,19 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+# torch's own.
+_TIMEOUT = timedelta(seconds=300)
 _FIRST_PAUSE_S, _PAUSE_S = 0.0005, 0.05
 # Between claiming to be the first and saying what, a rank does nothing else.
 _CLAIM_LIMIT_S = 30.0
 
 
-def serve(host: str, timeout: timedelta | None = None) -> Any:
+def serve(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """A TCPStore at a free port of `host`, an IPv4 address of this machine, and nowhere else.
 
     By itself it would listen on all interfaces, with a socket for IPv6 and IPv4. It asks for the
@@ -30,14 +35,13 @@ def serve(host: str, timeout: timedelta | None = None) -> Any:
 
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
-    limit = {} if timeout is None else {"timeout": timeout}
     return TCPStore(
         host,
         port,
         is_master=True,
         wait_for_workers=False,
+        timeout=timeout,
         master_listen_fd=listening.detach(),
-        **limit,
     )
 
 
