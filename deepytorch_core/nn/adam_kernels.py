@@ -2,14 +2,12 @@
 
 Triton evaluates annotations of a kernel's arguments; floats without one have 32 bits.
 
-NOTE [Arithmetic]. torch computes in float32, but for products with its settings: these are float64,
-and what such an expression gives is rounded to float32 once. `IS_WIDE` does the same, with
-multiplications and additions rounded as one where nvcc does that to torch's. A GPU converts between
-the two formats slowly, and parameters of 16 bits then wait for that instead of memory. The other
-way stays in float32, with each setting as the sum of two: what it gives is off by a part of a
-float32's last bit, which rounding to 16 bits hides but in about one of a million elements.
+NOTE [Arithmetic]. torch computes in float32 and rounds settings to it first; a product and what is
+added to it are rounded as one, in its source or by nvcc. The kernel does the same, with each such
+pair written as `fma`. Powers of the decays are read from tables that torch's own operator fills:
+Triton's library has another `pow`, and in the first steps a bias correction magnifies a last bit.
 
-NOTE [Roots and quotients]. Both ways round them as IEEE 754 says, as torch's do, by one step of
+NOTE [Roots and quotients]. They are rounded as IEEE 754 says, as torch's are, by one step of
 Newton's method and a remainder from `fma`. They lack the branches for a float32's extremes: below
 about 1e-30 they are off, which a usual eps hides. Calls with a smaller one are torch's, see
 `fused_adam.LEAST_EPS`.
@@ -17,7 +15,6 @@ about 1e-30 they are off, which a usual eps hides. Calls with a smaller one are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,50 +47,15 @@ class Shape:
 
 
 @triton.jit
-def _wide(x):  # type: ignore[no-untyped-def]
-    """Return an argument as a float64, which Triton's interpreter has as Python's float."""
-    return tl.full((), x, tl.float64)
+def _float32(x):  # type: ignore[no-untyped-def]
+    """Return an argument as a float32, which Triton's interpreter has as Python's float."""
+    return tl.full((), x, tl.float32)
 
 
 @triton.jit
-def _split(x):  # type: ignore[no-untyped-def]
-    """Return a float64 as the sum of two float32."""
-    high = x.to(tl.float32)
-    return high, (x - high.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _decayed(x, rate, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute x - rate x."""
-    if IS_WIDE:
-        wide = x.to(tl.float64)
-        result = tl.fma(-rate, wide, wide).to(tl.float32)
-    else:
-        kept, rest = _split(1.0 - rate)
-        result = tl.fma(x, kept, x * rest)
-    return result
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _averaged(  # type: ignore[no-untyped-def]
-    average, x, beta, IS_SQUARE: tl.constexpr, IS_WIDE: tl.constexpr
-):
-    """Compute beta average + (1 - beta) x, or x squared."""
-    if IS_WIDE:
-        wide = x.to(tl.float64)
-        new = (1.0 - beta) * wide
-        if IS_SQUARE:
-            new = new * wide
-        result = tl.fma(beta, average.to(tl.float64), new).to(tl.float32)
-    else:
-        kept, kept_rest = _split(beta)
-        share, share_rest = _split(1.0 - beta)
-        new = x
-        if IS_SQUARE:
-            new = x * x
-        new = tl.fma(new, share, tl.fma(new, share_rest, average * kept_rest))
-        result = tl.fma(average, kept, new)
-    return result
+def _averaged(average, x, beta):  # type: ignore[no-untyped-def]
+    """Compute beta average + (1 - beta) x."""
+    return tl.fma(beta, average, tl.fma(-beta, x, x))
 
 
 @triton.jit
@@ -129,38 +91,28 @@ def _update(  # type: ignore[no-untyped-def]
     IS_DECOUPLED: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     IS_MAXIMIZED: tl.constexpr,
-    IS_WIDE: tl.constexpr,
 ):
     """Return the new parameter, gradient without its scale, and moments, all float32."""
     lr, beta1, beta2, weight_decay, eps = settings
     step_size, root, reciprocal = corrections
     if grad_scale is not None:
-        scale = tl.load(grad_scale).to(tl.float64)
-        gradient = (gradient.to(tl.float64) / scale).to(tl.float32)
+        gradient = tl.div_rn(gradient, tl.load(grad_scale))
     ascent = gradient
     if IS_MAXIMIZED:
         ascent = -gradient
     if HAS_DECAY:
         if IS_DECOUPLED:
-            parameter = _decayed(parameter, lr * weight_decay, IS_WIDE)
-        elif IS_WIDE:
-            sum = tl.fma(parameter.to(tl.float64), weight_decay, ascent.to(tl.float64))
-            ascent = sum.to(tl.float32)
+            parameter = tl.fma(-(lr * weight_decay), parameter, parameter)
         else:
-            decay, rest = _split(weight_decay)
-            ascent = tl.fma(parameter, decay, tl.fma(parameter, rest, ascent))
-    first = _averaged(first, ascent, beta1, False, IS_WIDE)
-    second = _averaged(second, ascent, beta2, True, IS_WIDE)
+            ascent = tl.fma(parameter, weight_decay, ascent)
+    first = _averaged(first, ascent, beta1)
+    second = _averaged(second, ascent * ascent, beta2)
     # One division serves all elements; the remainder makes it what dividing each would give.
     size = _root(second)
     quotient = size * reciprocal
     remainder = tl.fma(-quotient, root, size)
     quotient = tl.where(size < float("inf"), tl.fma(remainder, reciprocal, quotient), size)
-    if IS_WIDE:
-        divisor = (quotient.to(tl.float64) + eps).to(tl.float32)
-    else:
-        divisor = quotient + eps.to(tl.float32)
-    parameter = parameter - _quotient(step_size * first, divisor)
+    parameter = parameter - _quotient(step_size * first, quotient + eps)
     return parameter, gradient, first, second
 
 
@@ -172,41 +124,43 @@ def _step(  # type: ignore[no-untyped-def]
     lr_place,
     found_inf,
     grad_scale,
-    lr: tl.float64,
-    beta1: tl.float64,
-    beta2: tl.float64,
-    log_beta1: tl.float64,
-    log_beta2: tl.float64,
-    weight_decay: tl.float64,
-    eps: tl.float64,
+    corrections1,
+    corrections2,
+    last1,
+    last2,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    eps,
     TYPE: tl.constexpr,
     IS_DECOUPLED: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     IS_MAXIMIZED: tl.constexpr,
-    IS_WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     program = tl.program_id(0)
-    row = places + tl.load(chunks + 2 * program).to(tl.int64) * 7
+    row = places + tl.load(chunks + 2 * program).to(tl.int64) * 6
     first_element = tl.load(chunks + 2 * program + 1).to(tl.int64) * chunk
     # What is passed is an address, so the table has no types.
     parameters = tl.load(row)
-    gradients = tl.load(row + 1)
-    firsts = tl.load(row + 2)
-    seconds = tl.load(row + 3)
-    step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    firsts = tl.load(row + 1)
+    seconds = tl.load(row + 2)
+    step = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.float32)))
+    gradients = tl.load(row + 4)
     size = tl.load(row + 5)
-    is_aligned = tl.load(row + 6) != 0
+    is_aligned = ((parameters | firsts | seconds | gradients) & 15) == 0
     if found_inf is not None:
         size = tl.where(tl.load(found_inf) == 1.0, 0, size)
-    rate = _wide(lr)
+    rate = _float32(lr)
     if lr_place is not None:
-        rate = tl.load(lr_place).to(tl.float64)
-    settings = (rate, _wide(beta1), _wide(beta2), _wide(weight_decay), _wide(eps))
-    correction = (1.0 - tl.exp2(step * _wide(log_beta1))).to(tl.float32)
-    root = tl.sqrt(1.0 - tl.exp2(step * _wide(log_beta2))).to(tl.float32)
-    step_size = (rate / correction.to(tl.float64)).to(tl.float32)
-    corrections = (step_size, root, tl.div_rn(1.0, root))
+        rate = tl.load(lr_place)
+    settings = (rate, _float32(beta1), _float32(beta2), _float32(weight_decay), _float32(eps))
+    # Corrections stay what they are after the last.
+    step = tl.maximum(step, 0.0)
+    correction = tl.load(corrections1 + tl.minimum(step, last1).to(tl.int32))
+    root = tl.sqrt_rn(tl.load(corrections2 + tl.minimum(step, last2).to(tl.int32)))
+    corrections = (tl.div_rn(rate, correction), root, tl.div_rn(1.0, root))
     end = tl.minimum(first_element + chunk, size)
     for begin in range(first_element, end, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
@@ -227,7 +181,6 @@ def _step(  # type: ignore[no-untyped-def]
                 IS_DECOUPLED,
                 HAS_DECAY,
                 IS_MAXIMIZED,
-                IS_WIDE,
             )
             tl.store(p_at, p.to(TYPE))
             tl.store(m_at, m.to(TYPE))
@@ -251,7 +204,6 @@ def _step(  # type: ignore[no-untyped-def]
                 IS_DECOUPLED,
                 HAS_DECAY,
                 IS_MAXIMIZED,
-                IS_WIDE,
             )
             tl.store(p_at, p.to(TYPE), mask=is_inside)
             tl.store(m_at, m.to(TYPE), mask=is_inside)
@@ -265,6 +217,7 @@ def launch(
     chunks: Tensor,
     dtype: torch.dtype,
     *,
+    corrections: tuple[Tensor, Tensor],
     lr: float | Tensor,
     betas: tuple[float, float],
     weight_decay: float,
@@ -273,17 +226,17 @@ def launch(
     is_maximized: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    is_wide: bool,
     shape: Shape,
 ) -> None:
     """Update what a table says, on the current device and stream.
 
     Args:
-        places: int64, (tensors, 7) on the device: addresses of parameter, gradient, first and
-            second moment and of the number of steps, elements, and whether the first four are
-            multiples of 16.
+        places: int64, (tensors, 6) on the device: addresses of parameter, first and second moment,
+            number of steps and gradient, and the elements of each.
         chunks: int32, (chunks, 2) on the device: the row of `places`, and which chunk of it.
-        dtype: of all but the numbers of steps, which are float32.
+        dtype: of all but the numbers of steps, which are whole ones in float32.
+        corrections: 1 - beta**step of either beta, float32 on the device, from step 0 on to one
+            where that is 1.
         lr: or a float32 tensor on the device, as the next two are, of one element each.
         betas: the moments' decays.
         weight_decay: of AdamW if `is_decoupled`, else of Adam.
@@ -292,7 +245,6 @@ def launch(
         is_maximized: as `maximize` of `torch.optim.Adam`.
         grad_scale: gradients are divided by it, and written.
         found_inf: nothing is done where it is 1.
-        is_wide: see NOTE [Arithmetic].
         shape: `chunks` has been made with its chunk.
     """
     is_tensor = isinstance(lr, Tensor)
@@ -303,20 +255,17 @@ def launch(
         lr if is_tensor else None,
         found_inf,
         grad_scale,
+        *corrections,
+        # As floats: integers would be compiled in if they are 1 or multiples of 16.
+        *(len(one) - 1.0 for one in corrections),
         0.0 if is_tensor else lr,
         *betas,
-        *map(_log2, betas),
         weight_decay,
         eps,
         TYPE=_TYPES[dtype],
         IS_DECOUPLED=is_decoupled,
         HAS_DECAY=weight_decay != 0.0,
         IS_MAXIMIZED=is_maximized,
-        IS_WIDE=is_wide,
         BLOCK=shape.block,
         num_warps=shape.num_warps,
     )
-
-
-def _log2(beta: float) -> float:
-    return math.log2(beta) if beta else -math.inf

@@ -1,8 +1,8 @@
 """What torch's fused Adam and AdamW do, by one launch for all parameters of a group.
 
-A `Table` says on the device where parameters, gradients and state lie. It stays as long as they do:
-then a call compares addresses and launches. Another is made, and copied without a wait, when one of
-the addresses changes; gradients that are set to None may come back anywhere.
+A table says on the device where parameters, gradients and state lie. The last few of a group are
+kept, since gradients that are set to None mostly come back where they lay some steps before. Then a
+call compares addresses and launches; else another is made, and copied without a wait.
 
 NOTE [Known tensors]. To ask a tensor for its dtype, shape and strides takes as long as to update
 some thousand elements of it. So parameters and state are asked once, and are known by their
@@ -12,9 +12,12 @@ also tells of a parameter whose layout was changed in place.
 
 from __future__ import annotations
 
+import math
 import weakref
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,13 +27,16 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from deepytorch_core import guard
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# With fewer elements a group is done before the next launch.
-LEAST_ELEMENTS = 1 << 21
+# A GPU updates fewer in less time than the host takes for the table and the launch.
+LEAST_ELEMENTS = 1 << 24
 # Below, what the kernel leaves out of roots and quotients may be seen.
 LEAST_EPS = 1e-15
-# Groups that tables are kept for.
-_MOST_TABLES = 64
-_ALIGNMENT = 16
+# Groups that tables are kept for, tables of each, and decays.
+_MOST_GROUPS = 64
+_MOST_TABLES = 8
+_MOST_CORRECTIONS = 64
+# Steps of a table of corrections: decays of 0.99998 and less reach 1 within.
+_MOST_STEPS = 1 << 20
 
 _dtype: Any = Tensor.dtype
 _dtype_of = _dtype.__get__
@@ -38,37 +44,8 @@ _dtype_of = _dtype.__get__
 Lists = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 
 
-class Table:
-    """The tensors of a group.
-
-    Args:
-        lists: parameters, gradients, first and second moments; all dense, and alike.
-        addresses: where these lie, and the numbers of steps.
-        chunk: elements of a chunk.
-        before: a table of tensors of the same sizes.
-
-    Attributes:
-        places: see `adam_kernels.launch`.
-        chunks: see there.
-    """
-
-    def __init__(
-        self,
-        lists: Lists,
-        addresses: Sequence[Sequence[int]],
-        *,
-        chunk: int,
-        before: Table | None = None,
-    ) -> None:
-        device = lists[0][0].device
-        self._sizes = [one.numel() for one in lists[0]]
-        rows = [
-            [*own, size, not any(one % _ALIGNMENT for one in own[:4])]
-            for size, *own in zip(self._sizes, *addresses, strict=True)
-        ]
-        self.places = _on(device, torch.tensor(rows, dtype=torch.int64, device="cpu"))
-        kept = before.chunks if before is not None and before._sizes == self._sizes else None
-        self.chunks: Tensor = _on(device, _chunks(self._sizes, chunk)) if kept is None else kept
+# On the device: see `adam_kernels.launch`.
+Table = tuple[Tensor, Tensor]
 
 
 def _chunks(sizes: Sequence[int], chunk: int) -> Tensor:
@@ -88,14 +65,23 @@ def _on(device: torch.device, table: Tensor) -> Tensor:
 
 
 class _Entry:
-    """A table, and which tensors it is of. Keeps none of them alive."""
+    """Tables of a group, and which tensors they are of. Keeps none of these alive.
 
-    def __init__(self, lists: Lists, steps: Sequence[Tensor]) -> None:
+    Attributes:
+        is_alive: whether all are there.
+        places: by addresses of gradients, those of the last steps.
+        addresses: of all others.
+    """
+
+    def __init__(self, lists: Lists, steps: Sequence[Tensor], chunk: int) -> None:
         self.is_alive = True
         self.identities = _identities(lists, steps)
         self.gradients = _described(lists[1])
-        self.addresses: list[list[int]] = []
-        self.table: Table | None = None
+        self.places: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self.addresses: list[int] = []
+        sizes = self.gradients[2]
+        self._sizes = array("q", sizes)
+        self.chunks = _on(lists[0][0].device, _chunks(sizes, chunk))
         own = weakref.ref(self)
 
         def gone(_: Any) -> None:
@@ -103,8 +89,23 @@ class _Entry:
             if entry is not None:
                 entry.is_alive = False
 
-        tensors = (one for of in (lists[0], *lists[2:], steps) for one in of)
-        self._references = [weakref.ref(one, gone) for one in tensors]
+        self._references = [weakref.ref(one, gone) for one in _kept(lists, steps)]
+
+    def table(self, gradients: tuple[int, ...], device: torch.device) -> Table:
+        """The table for gradients at these addresses."""
+        places = self.places.get(gradients)
+        if places is None:
+            columns = array("q", self.addresses)
+            columns.extend(gradients)
+            columns.extend(self._sizes)
+            rows = torch.frombuffer(columns, dtype=torch.int64).view(6, -1).t().contiguous()
+            places = _on(device, rows)
+            self.places[gradients] = places
+            if len(self.places) > _MOST_TABLES:
+                self.places.popitem(last=False)
+        else:
+            self.places.move_to_end(gradients)
+        return places, self.chunks
 
 
 class Known:
@@ -117,6 +118,7 @@ class Known:
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
         self._entries: OrderedDict[Any, _Entry] = OrderedDict()
+        self._corrections: OrderedDict[Any, Tensor] = OrderedDict()
 
     def table(self, lists: Lists, steps: Sequence[Tensor], stream: int) -> Table | None:
         """The table of these tensors, or None if the kernel can't take them.
@@ -137,28 +139,50 @@ class Known:
             self._entries.pop(key, None)
             if not _are_served(lists, steps):
                 return None
-            entry = self._entries[key] = _Entry(lists, steps)
-            if len(self._entries) > _MOST_TABLES:
+            entry = self._entries[key] = _Entry(lists, steps, self._chunk)
+            if len(self._entries) > _MOST_GROUPS:
                 self._entries.popitem(last=False)
-        addresses = [list(map(Tensor.data_ptr, one)) for one in (*lists, steps)]
-        if entry.table is None or entry.addresses != addresses:
-            is_moved = entry.table is not None and _apart(entry.addresses) != _apart(addresses)
-            if is_moved and not _are_served(lists, steps):
+        addresses = list(map(Tensor.data_ptr, _kept(lists, steps)))
+        if entry.addresses != addresses:
+            # Parameters and state are asked for more where one has moved.
+            if entry.addresses and not _are_served(lists, steps):
                 del self._entries[key]
                 return None
-            entry.table = Table(lists, addresses, chunk=self._chunk, before=entry.table)
             entry.addresses = addresses
-        return entry.table
+            entry.places.clear()
+        return entry.table(tuple(map(Tensor.data_ptr, lists[1])), lists[0][0].device)
+
+    def corrections(self, beta: float, device: torch.device, stream: int) -> Tensor | None:
+        """All 1 - beta**step that differ, float32, or None if there are too many.
+
+        torch's kernel has the same function for powers as torch's operator.
+        """
+        key = (beta, device, stream)
+        found = self._corrections.get(key)
+        if found is None:
+            if not 0.0 <= beta < 1.0:
+                return None
+            # 1 - 2**-26 is 1, in float32.
+            last = 1 + math.ceil(-26.0 / math.log2(beta)) if beta else 1
+            if last > _MOST_STEPS:
+                return None
+            base = torch.full((1,), beta, dtype=torch.float32, device=device)
+            found = 1 - base.pow(torch.arange(last + 1, dtype=torch.float32, device=device))
+            self._corrections[key] = found
+            if len(self._corrections) > _MOST_CORRECTIONS:
+                self._corrections.popitem(last=False)
+        else:
+            self._corrections.move_to_end(key)
+        return found
 
 
-def _apart(addresses: list[list[int]]) -> list[list[int]]:
-    """Those of parameters and state, which are asked for more where one has moved."""
-    return [addresses[0], *addresses[2:]]
+def _kept(lists: Lists, steps: Sequence[Tensor]) -> Iterable[Tensor]:
+    """All but gradients."""
+    return chain(lists[0], lists[2], lists[3], steps)
 
 
-def _identities(lists: Lists, steps: Sequence[Tensor]) -> list[list[int]]:
-    parameters, _, firsts, seconds = lists
-    return [list(map(id, one)) for one in (parameters, firsts, seconds, steps)]
+def _identities(lists: Lists, steps: Sequence[Tensor]) -> list[int]:
+    return list(map(id, _kept(lists, steps)))
 
 
 def _described(gradients: Sequence[Tensor]) -> list[list[Any]]:
@@ -267,12 +291,16 @@ def is_taken(
     table = known.table((lists[0], gradients, firsts, seconds), lists[5], stream)
     if table is None:
         return False
+    betas = float(numbers["beta1"]), float(numbers["beta2"])
+    corrections = [known.corrections(one, parameter.device, stream) for one in betas]
+    if corrections[0] is None or corrections[1] is None:
+        return False
     launch(
-        table.places,
-        table.chunks,
+        *table,
         parameter.dtype,
+        corrections=(corrections[0], corrections[1]),
         lr=lr if isinstance(lr, Tensor) else float(lr),
-        betas=(float(numbers["beta1"]), float(numbers["beta2"])),
+        betas=betas,
         weight_decay=float(numbers["weight_decay"]),
         eps=float(numbers["eps"]),
         is_maximized=bool(settings["maximize"]),

@@ -41,6 +41,7 @@ class FakeKernel:
         chunks: Tensor,
         dtype: torch.dtype,
         *,
+        corrections: tuple[Tensor, Tensor],
         lr: float,
         betas: tuple[float, float],
         weight_decay: float,
@@ -49,20 +50,18 @@ class FakeKernel:
         is_maximized: bool,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        is_wide: bool,
         shape: Any,
     ) -> None:
         assert dtype == torch.float32
         self.num_launches += 1
         self.tables.append(places)
         for row, number in chunks.tolist():
-            *addresses, count, size, is_aligned = places[row].tolist()
-            assert is_aligned == all(one % 16 == 0 for one in addresses)
+            *addresses, size = places[row].tolist()
+            steps = int(seen(addresses.pop(3), 1)[0])
             begin = number * shape.chunk
-            p, g, m, v = (
+            p, m, v, g = (
                 seen(one + 4 * begin, min(shape.chunk, size - begin)) for one in addresses
             )
-            steps = seen(count, 1)[0]
             if found_inf is not None and found_inf.item() == 1:
                 continue
             if grad_scale is not None:
@@ -74,8 +73,8 @@ class FakeKernel:
                 ascent += weight_decay * p
             m[:] = betas[0] * m + (1 - betas[0]) * ascent
             v[:] = betas[1] * v + (1 - betas[1]) * ascent**2
-            size_of_step = lr / (1 - betas[0] ** steps)
-            p -= size_of_step * m / (numpy.sqrt(v / (1 - betas[1] ** steps)) + eps)
+            first, second = (float(one[min(steps, len(one) - 1)]) for one in corrections)
+            p -= lr / first * m / (numpy.sqrt(v / second) + eps)
 
 
 def seen(address: int, size: int) -> Any:
@@ -104,7 +103,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
 @pytest.fixture
 def served(kernel: FakeKernel) -> Iterator[FakeKernel]:
     """The same, in force."""
-    undo = swap.Wide().apply(None, None)  # type: ignore[arg-type]
+    undo = swap.FusedAdam().apply(None, None)  # type: ignore[arg-type]
     yield kernel
     undo()
 
@@ -147,7 +146,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def test_all_elements_are_updated_as_torch_does(make: Make, kernel: FakeKernel) -> None:
     results = []
     for is_on in (False, True):
-        undo = swap.Wide().apply(None, None) if is_on else lambda: None  # type: ignore[arg-type]
+        undo = swap.FusedAdam().apply(None, None) if is_on else lambda: None  # type: ignore[arg-type]
         own = parameters()
         optimizer = make(own)
         for number in range(4):
@@ -185,6 +184,50 @@ def test_tables_stay_while_all_lies_where_it_was(served: FakeKernel) -> None:
     both(3)
     assert served.num_launches == 6  # the new group is small
     assert_same([*own, fresh], [*stock, stock_fresh])
+
+
+def test_tables_come_back_with_the_addresses(served: FakeKernel) -> None:
+    lists = lists_of(40, 50)
+    gradients = [torch.full((40, 50), one, dtype=torch.float32) for one in range(20)]
+    expected = [[one.clone() for one in of] for of in lists]
+    order = [0, 1, 0, 1, *range(20), 0]
+    with torch.no_grad():
+        for number in order:
+            for of in (lists, expected):
+                of[1][0] = gradients[number]
+                of[4][0] += 1
+            call(lists)
+            patching.original_of(torch._fused_adamw_)(
+                *expected[:4], [], expected[4], **SETTINGS, grad_scale=None, found_inf=None
+            )
+    tables = served.tables
+    assert tables[0] is tables[2]
+    assert tables[1] is tables[3]
+    assert tables[0] is not tables[1]
+    assert tables[-1] is not tables[0]  # only the last few are kept
+    assert_same([one for of in lists for one in of], [one for of in expected for one in of])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.99998])
+def test_corrections_end_where_they_are_one(beta: float, kernel: FakeKernel) -> None:
+    known = fused_adam.Known(128)
+    found = known.corrections(beta, CPU, 0)
+    assert found is not None
+    steps = numpy.arange(len(found), dtype="f8")
+    expected = 1 - float(numpy.float32(beta)) ** steps
+    assert found[0] == 0.0
+    assert found[-1] == 1.0
+    assert numpy.abs(found.numpy() - expected).max() < 2e-7
+    assert numpy.float32(expected[-1]) == 1.0
+    assert known.corrections(beta, CPU, 0) is found
+
+
+def test_decays_that_need_too_many_corrections_are_torchs(served: FakeKernel) -> None:
+    for beta in (0.999999, 1.0):
+        lists = lists_of(40, 50)
+        with torch.no_grad():
+            call(lists, beta2=beta)
+    assert not served.num_launches
 
 
 def test_tables_keep_nothing_alive(served: FakeKernel) -> None:
@@ -249,21 +292,20 @@ class Own(Tensor):
     pass
 
 
-def call(lists: list[list[Tensor]]) -> None:
-    torch._fused_adamw_(
-        *lists[:4],
-        [],
-        lists[4],
-        lr=0.1,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.0,
-        eps=1e-8,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None,
-        found_inf=None,
-    )
+SETTINGS: dict[str, Any] = {
+    "lr": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "weight_decay": 0.0,
+    "eps": 1e-8,
+    "amsgrad": False,
+    "maximize": False,
+}
+
+
+def call(lists: list[list[Tensor]], **changed: Any) -> None:
+    settings = {**SETTINGS, "grad_scale": None, "found_inf": None, **changed}
+    torch._fused_adamw_(*lists[:4], [], lists[4], **settings)
 
 
 def lists_of(*shape: int) -> list[list[Tensor]]:
@@ -296,15 +338,6 @@ def few(lists: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize("change", [transposed, spread, of_a_class, of_another_type, few])
 def test_tensors_that_do_not_fit_are_torchs(change: Any, served: FakeKernel) -> None:
     lists = lists_of(40, 50)
-    settings = {
-        "lr": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "weight_decay": 0.0,
-        "eps": 1e-8,
-        "amsgrad": False,
-        "maximize": False,
-    }
     known = fused_adam.Known(128)
 
     def is_taken() -> bool:
@@ -312,10 +345,9 @@ def test_tensors_that_do_not_fit_are_torchs(change: Any, served: FakeKernel) -> 
         launch = functools.partial(
             served.launch,
             is_decoupled=True,
-            is_wide=True,
             shape=types.SimpleNamespace(chunk=128),
         )
-        return fused_adam.is_taken(known, launch, arguments, settings)
+        return fused_adam.is_taken(known, launch, arguments, SETTINGS)
 
     assert is_taken()
     change(lists)
@@ -347,8 +379,8 @@ def test_calls_that_are_looked_at_are_torchs(served: FakeKernel) -> None:
 
 def test_it_stays_while_anybody_wants_it_and_is_listed(kernel: FakeKernel) -> None:
     stock = torch._fused_adamw_
-    first = swap.Wide().apply(None, None)  # type: ignore[arg-type]
-    second = swap.Narrow().apply(None, None)  # type: ignore[arg-type]
+    first = swap.FusedAdam().apply(None, None)  # type: ignore[arg-type]
+    second = swap.FusedAdam().apply(None, None)  # type: ignore[arg-type]
     listed = {(one.owner, one.name): one.option for one in patching.replaced()}
     for name in NAMES:
         assert listed["torch", name] == "DEEPYTORCH_KERNELS=off"
@@ -456,16 +488,14 @@ def test_only_torchs_own_fused_optimizers_are_found(kernel: FakeKernel) -> None:
     assert not list(swap.find(setting))
 
 
-def test_replicas_get_only_what_gives_torchs_bits(
+def test_replicas_are_compared_bit_by_bit(
     kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = [nn.Parameter(one.detach().bfloat16()) for one in parameters()]
     optimizer = torch.optim.AdamW(own, fused=True)
     setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     (place,) = swap.find(setting)
-    assert swap.Narrow().why_not(place, setting) is None
     assert not any(one.dtype == torch.int16 for one in place.probe().run())
     monkeypatch.setattr(swap, "_are_replicas", lambda setting: True)
-    assert swap.Wide().why_not(place, setting) is None
-    assert "step alike" in (swap.Narrow().why_not(place, setting) or "")
+    assert swap.FusedAdam().why_not(place, setting) is None
     assert all(one.dtype == torch.int16 for one in place.probe().run())

@@ -6,8 +6,7 @@ the functions that it calls are replaced: for the whole process, while any optim
 the kernel doesn't take goes to torch's: `deepytorch_core.nn.fused_adam` tells them apart.
 
 NOTE [Replicas]. Ranks may choose differently, and replicas of a model have to step alike. There the
-kernel stays only if it gives torch's results to the last bit, by which it then is the one that
-rounds like torch's throughout.
+kernel stays only if it gives torch's results to the last bit.
 """
 
 from __future__ import annotations
@@ -70,11 +69,12 @@ def _trained(optimizer: Any) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-class _Fused(Kernel):
-    """`deepytorch_core.nn.adam_kernels`, in one of its two arithmetics."""
+@register_kernel
+class FusedAdam(Kernel):
+    """`deepytorch_core.nn.adam_kernels`."""
 
+    name = "triton"
     kind = KIND
-    is_wide: bool
 
     def why_not(self, place: Place, setting: Setting) -> str | None:
         (optimizer,) = place.targets
@@ -91,35 +91,11 @@ class _Fused(Kernel):
         return None
 
     def apply(self, target: Any, setting: Setting) -> Undo:
-        return _serving.begin(self.is_wide)
+        return _serving.begin()
 
 
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@register_kernel
-class Wide(_Fused):
-    """With torch's roundings."""
-
-    name = "triton"
-    is_wide = True
-
-
-@register_kernel
-class Narrow(_Fused):
-    """In float32 alone."""
-
-    name = "triton-float32"
-    is_wide = False
-
-    def why_not(self, place: Place, setting: Setting) -> str | None:
-        (optimizer,) = place.targets
-        if any(one.dtype.itemsize > 2 for one in _trained(optimizer)):
-            return "parameters of float32 would be rounded otherwise than torch's"
-        if _are_replicas(setting):
-            return "replicas must step alike, and ranks may measure differently"
-        return super().why_not(place, setting)
 
 
 def _is_large(group: dict[str, Any]) -> bool:
@@ -143,16 +119,12 @@ class _Serving:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._wanted: dict[int, bool] = {}
+        self._wanted: set[int] = set()
         self._patches = Patches()
         self._known = fused_adam.Known(1)
 
-    def begin(self, is_wide: bool) -> Callable[[], None]:
-        """Have calls served from here on; returns what ends that, once.
-
-        Args:
-            is_wide: the kernel's arithmetic, where nobody wants another later.
-        """
+    def begin(self) -> Callable[[], None]:
+        """Have calls served from here on; returns what ends that, once."""
         from deepytorch_core.nn import adam_kernels
 
         if not self._wanted:
@@ -171,18 +143,18 @@ class _Serving:
                     option=OPTION,
                 )
         number = next(self._numbers)
-        self._wanted[number] = is_wide
+        self._wanted.add(number)
         return functools.partial(self._end, number)
 
     def is_taken(self, launch: Callable[..., None], lists: Any, settings: dict[str, Any]) -> bool:
         """See `deepytorch_core.nn.fused_adam.is_taken`."""
-        is_wide = next(reversed(self._wanted.values()), True)
-        chosen = functools.partial(launch, is_wide=is_wide)
-        return fused_adam.is_taken(self._known, chosen, lists, settings)
+        return fused_adam.is_taken(self._known, launch, lists, settings)
 
     def _end(self, number: int) -> None:
-        if self._wanted.pop(number, None) is not None and not self._wanted:
-            self._patches.undo()
+        if number in self._wanted:
+            self._wanted.remove(number)
+            if not self._wanted:
+                self._patches.undo()
 
 
 def _replacing(
