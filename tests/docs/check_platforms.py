@@ -56,7 +56,9 @@ def test_ray_trains(tmp_path: Path, stock_losses: list[str]) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # Ray puts the worker's name, in colour, before what it prints.
-    printed = re.sub(r"^.*\(RayTrainWorker pid=\d+\)\S* ", "", done.stdout + done.stderr, flags=re.M)
+    printed = re.sub(
+        r"^.*\(RayTrainWorker pid=\d+\)\S* ", "", done.stdout + done.stderr, flags=re.M
+    )
     assert losses(printed) == stock_losses
     native = [int(found) for found in re.findall(r"^(\d+) native collectives", printed, re.M)]
     assert max(native) >= 60
