@@ -56,9 +56,8 @@ def test_ray_trains(tmp_path: Path, stock_losses: list[str]) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # Ray puts the worker's name, in colour, before what it prints.
-    printed = re.sub(
-        r"^.*\(RayTrainWorker pid=\d+\)\S* ", "", done.stdout + done.stderr, flags=re.M
-    )
+    name = re.compile(r"^.*\(RayTrainWorker pid=\d+\)\S* ", re.M)
+    printed = name.sub("", done.stdout + done.stderr)
     assert losses(printed) == stock_losses
     native = [int(found) for found in re.findall(r"^(\d+) native collectives", printed, re.M)]
     assert max(native) >= 60
