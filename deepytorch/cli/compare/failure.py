@@ -13,7 +13,7 @@ from deepytorch_core.compare.probe import STEPPED
 _TAIL_LINES = 40
 _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-_REFUSAL = re.compile(r"^deepytorch_core\.errors\.CompareError: (.*)")
+_REFUSAL = re.compile(r"^deepytorch_core\.base\.errors\.CompareError: (.*)")
 _LAUNCHER = re.compile(r"^(=+$|[IWEF]\d{4} .* torch/distributed/)")
 # The launcher says this as it ends the processes; before that it says only how it starts them.
 _END = re.compile(r"^[WEF]\d{4} .* torch/distributed/elastic/(agent|multiprocessing)/")
