@@ -120,7 +120,7 @@ def disarm() -> None:
         return
     _armed.undo()
     _armed = None
-    for name in ("_plain", "_deepspeed_engine", "_accelerator"):
+    for name in ("plain", "deepspeed_engine", "accelerator"):
         module = sys.modules.get(f"{__package__}.{name}")
         if module is not None:
             module.undo_unasked()
