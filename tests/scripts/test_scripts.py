@@ -145,7 +145,7 @@ EXTENDED = {
     *("frameworks", "texts", "with_composer", "hogwild", "unusual"),
 }
 # Ranks say the first, and the end of WRAPPER has deepytorch say the second.
-USUAL = ("collectives of ", "group(s) made with deepytorch keep it")
+USUAL = ("the step waits while", "collectives of ", "group(s) made with deepytorch keep it")
 # A line has fewer characters.
 MOST_SAID = 1000
 
