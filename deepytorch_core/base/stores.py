@@ -25,7 +25,7 @@ _CLAIM_LIMIT_S = 30.0
 
 
 def serve(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A TCPStore at a free port of `host`, an IPv4 address of this machine, and nowhere else.
+    """A TCPStore at a free port of `host`, an address of this machine, and nowhere else.
 
     By itself it would listen on all interfaces, with a socket for IPv6 and IPv4. It asks for the
     name of each caller, in its only thread. /etc/hosts tells that of a local IPv4 address, but not
@@ -33,7 +33,8 @@ def serve(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """
     from torch._C._distributed_c10d import TCPStore
 
-    listening = socket.create_server((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
     port = listening.getsockname()[1]
     return TCPStore(
         host,
