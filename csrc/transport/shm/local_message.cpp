@@ -29,12 +29,7 @@ bool send_local(int fd,
                 const std::string& to) {
   DPT_CHECK(fds.size() <= static_cast<size_t>(kMaxPassedFds));
   sockaddr_un address{};
-  std::string body = text;
-  iovec data{body.data(), body.size()};
-  std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
+  socklen_t length = 0;  // none: the other end of the connection
   if (!to.empty()) {
     if (to.size() >= sizeof address.sun_path) {
       errno = EINVAL;
@@ -42,19 +37,29 @@ bool send_local(int fd,
     }
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path + 1, to.data(), to.size());
-    message.msg_name = &address;
-    message.msg_namelen = static_cast<socklen_t>(kNameOffset + to.size());
+    length = static_cast<socklen_t>(kNameOffset + to.size());
   }
-  if (!fds.empty()) {
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
-    std::memcpy(CMSG_DATA(header), fds.data(), sizeof(int) * fds.size());
+  flags |= MSG_NOSIGNAL;
+  if (fds.empty()) {  // also where a container's profile denies sendmsg
+    const auto* const name = length > 0 ? reinterpret_cast<const sockaddr*>(&address) : nullptr;
+    return sendto(fd, text.data(), text.size(), flags, name, length) >= 0;
   }
-  return sendmsg(fd, &message, flags | MSG_NOSIGNAL) >= 0;
+  std::string body = text;
+  iovec data{body.data(), body.size()};
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
+  msghdr message{};
+  message.msg_name = length > 0 ? &address : nullptr;
+  message.msg_namelen = length;
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
+  std::memcpy(CMSG_DATA(header), fds.data(), sizeof(int) * fds.size());
+  return sendmsg(fd, &message, flags) >= 0;
 }
 
 std::optional<LocalMessage> receive_local(int fd, size_t most_bytes, int flags) {
