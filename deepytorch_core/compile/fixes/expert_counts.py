@@ -6,11 +6,10 @@ numbers of experts from the columns of its logits, so there are not.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -19,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
+from deepytorch_core.compile.fixes._standing import standing
 from deepytorch_core.compile.fixes._transformers import is_transformers
 
 _COUNTS = "bincount"
 _LOSS = "load_balancing_loss_func"
 _CHOICES = "routing_weights"  # what it has chosen the experts from: a column each
-
-# One pass at a time has its function in torch.
-_one = threading.RLock()
 
 
 @register_fix
@@ -44,29 +41,25 @@ class ExpertCounts(Fix):
         return around
 
 
-@contextlib.contextmanager
-def without_look() -> Iterator[None]:
+def without_look() -> AbstractContextManager[None]:
     """While open, losses that balance experts in this thread don't wait for their counts."""
     own = threading.get_ident()
 
-    @functools.wraps(torch.bincount)
-    def known(
-        input: Tensor,  # as stock's is called
-        weights: Tensor | None = None,
-        minlength: int = 0,
-    ) -> Tensor:
-        is_ours = weights is None and threading.get_ident() == own
-        if is_ours and _num_choices(sys._getframe(1)) in range(1, minlength + 1):
-            return counted(input, minlength)
-        return stock(input, weights, minlength)
+    def instead_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(stock)
+        def known(
+            input: Tensor,  # as stock's is called
+            weights: Tensor | None = None,
+            minlength: int = 0,
+        ) -> Tensor:
+            is_ours = weights is None and threading.get_ident() == own
+            if is_ours and _num_choices(sys._getframe(1)) in range(1, minlength + 1):
+                return counted(input, minlength)
+            return stock(input, weights, minlength)
 
-    with _one:
-        stock = torch.bincount
-        setattr(torch, _COUNTS, known)
-        try:
-            yield
-        finally:
-            setattr(torch, _COUNTS, stock)
+        return known
+
+    return standing([torch], _COUNTS, instead_of)
 
 
 def counted(numbers: Tensor, most: int) -> Tensor:

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
+from deepytorch_core.compile.fixes._standing import standing
 from deepytorch_core.nn.grouped_mm import grouped_mm
 
 _OPERATOR = "_grouped_mm"  # torch.nn.functional.grouped_mm and transformers call it from here
@@ -31,9 +32,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FORBIDDEN = 2  # torch's number of the mode in which waiting is an error
 # Major compute capabilities that torch has a kernel for.
 _WITH_KERNEL = (9, 10)
-
-# One pass at a time has its function in torch.
-_one = threading.RLock()
 
 
 @register_fix
@@ -68,38 +66,33 @@ def waits(weight: Tensor) -> bool:
     return weight.dtype != torch.bfloat16 or major not in _WITH_KERNEL
 
 
-@contextlib.contextmanager
-def without_look() -> Iterator[None]:
+def without_look() -> AbstractContextManager[None]:
     """While open, products of groups in this thread don't read the groups' sizes back."""
     own = threading.get_ident()
 
-    @functools.wraps(getattr(torch, _OPERATOR))
-    def known(
-        left: Tensor,
-        right: Tensor,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        if (
-            offs is not None
-            and bias is None
-            and out_dtype in (None, left.dtype)
-            and threading.get_ident() == own
-            and (left.dim(), right.dim(), left.dtype) == (2, 3, right.dtype)
-            and waits(right)
-        ):
-            return grouped_mm(left, right, offs)
-        product: Tensor = stock(left, right, offs=offs, bias=bias, out_dtype=out_dtype)
-        return product
+    def instead_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(stock)
+        def known(
+            left: Tensor,
+            right: Tensor,
+            offs: Tensor | None = None,
+            bias: Tensor | None = None,
+            out_dtype: torch.dtype | None = None,
+        ) -> Tensor:
+            if (
+                offs is not None
+                and bias is None
+                and out_dtype in (None, left.dtype)
+                and threading.get_ident() == own
+                and (left.dim(), right.dim(), left.dtype) == (2, 3, right.dtype)
+                and waits(right)
+            ):
+                return grouped_mm(left, right, offs)
+            return stock(left, right, offs=offs, bias=bias, out_dtype=out_dtype)
 
-    with _one:
-        stock = getattr(torch, _OPERATOR)
-        setattr(torch, _OPERATOR, known)
-        try:
-            yield
-        finally:
-            setattr(torch, _OPERATOR, stock)
+        return known
+
+    return standing([torch], _OPERATOR, instead_of)
 
 
 @contextlib.contextmanager

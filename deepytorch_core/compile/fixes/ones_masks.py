@@ -5,23 +5,20 @@ That waits for the GPU. Where a compiler traces them they leave it out, to the s
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
+from deepytorch_core.compile.fixes._standing import standing
 from deepytorch_core.compile.fixes._transformers import is_transformers
 
 _ASKS = "is_torchdynamo_compiling"
 _MAKES_MASK = "mask_seq_length"  # a variable of who makes a mask of ones
-
-# One pass at a time has its function in transformers' files.
-_one = threading.RLock()
 
 
 @register_fix
@@ -42,8 +39,7 @@ class OnesMasks(Fix):
         return around
 
 
-@contextlib.contextmanager
-def _without_masks(files: Sequence[Any]) -> Iterator[None]:
+def _without_masks(files: Sequence[Any]) -> AbstractContextManager[None]:
     """While open, models of these files make no masks of ones in this thread."""
     own = threading.get_ident()
 
@@ -58,12 +54,4 @@ def _without_masks(files: Sequence[Any]) -> Iterator[None]:
 
         return answer
 
-    with _one:
-        asks = [getattr(file, _ASKS) for file in files]
-        for file, ask in zip(files, asks, strict=True):
-            setattr(file, _ASKS, instead_of(ask))
-        try:
-            yield
-        finally:
-            for file, ask in zip(files, asks, strict=True):
-                setattr(file, _ASKS, ask)
+    return standing(files, _ASKS, instead_of)

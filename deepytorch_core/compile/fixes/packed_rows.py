@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
+from deepytorch_core.compile.fixes._standing import standing
 from deepytorch_core.compile.fixes._transformers import is_transformers
 
 _LOOKS = "find_packed_sequence_indices"
-
-# One pass at a time has its function in transformers' file.
-_one = threading.RLock()
 
 
 @register_fix
@@ -41,22 +39,15 @@ class PackedRows(Fix):
         return around
 
 
-@contextlib.contextmanager
-def without_look() -> Iterator[None]:
+def without_look() -> AbstractContextManager[None]:
     """While open, position ids in this thread are taken to go on to the end of each row."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    if not hasattr(masks, _LOOKS):
-        yield
-        return
     own = threading.get_ident()
 
-    def known(position_ids: Any) -> Any:
-        return None if threading.get_ident() == own else look(position_ids)
+    def instead_of(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def known(position_ids: Any) -> Any:
+            return None if threading.get_ident() == own else look(position_ids)
 
-    with _one:
-        look = getattr(masks, _LOOKS)
-        setattr(masks, _LOOKS, known)
-        try:
-            yield
-        finally:
-            setattr(masks, _LOOKS, look)
+        return known
+
+    return standing([masks] if hasattr(masks, _LOOKS) else [], _LOOKS, instead_of)

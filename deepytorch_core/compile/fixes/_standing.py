@@ -1,0 +1,28 @@
+"""Functions of ours that stand in other libraries' files while a pass is captured."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# One pass at a time has its functions there.
+_one = threading.RLock()
+
+
+@contextlib.contextmanager
+def standing(places: Sequence[Any], name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """While open, `make(stock)` stands for the attribute `name` of each of these modules.
+
+    Every thread meets it there: ours has to tell whose call it is.
+    """
+    with _one:
+        stock = [getattr(place, name) for place in places]
+        for place, function in zip(places, stock, strict=True):
+            setattr(place, name, make(function))
+        try:
+            yield
+        finally:
+            for place, function in zip(places, stock, strict=True):
+                setattr(place, name, function)
