@@ -8,7 +8,7 @@
 // group's progress thread, whatever its own program is doing. Hence every message of a group takes
 // one way: its ranks first agree, as for collectives, whether they share memory.
 //
-// Whoever finds the socket's address can't hold up an invitation: NOTE [Key] in
+// A stranger who finds the socket's address can't hold up an invitation: NOTE [Key] in
 // transport/shm/keyed_socket.hpp. A group's number begins with the key of its process's socket, a
 // question's mark with that of who asks.
 //

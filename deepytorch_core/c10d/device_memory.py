@@ -48,8 +48,8 @@ _allocator: Any = None
 def mem_pool(device: torch.device | str | int | None = None) -> torch.cuda.MemPool:
     """The pool of registered memory on a GPU, for `torch.cuda.use_mem_pool`.
 
-    What is allocated inside that context, by its thread, is registered. One pool per device, made
-    at the first call. As long as a program holds it, what it has cached stays with it.
+    Memory that the context's thread allocates inside it is registered. There is one pool per
+    device, made at the first call. It keeps the memory it has cached while a program holds it.
 
     Args:
         device: a CUDA device; default: the current one.
@@ -152,7 +152,7 @@ def trim() -> int:
 class Routing:
     """Contexts inside which what the thread allocates on a GPU is registered, in a pool of its own.
 
-    What is free in it goes back to the GPU with this object, at the next `release_retired`.
+    Its free memory goes back to the GPU with this object, at the next `release_retired`.
     """
 
     def __init__(self, device: torch.device) -> None:

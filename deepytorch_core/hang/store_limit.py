@@ -65,10 +65,10 @@ def set_limit(connection: socket.socket, seconds: float) -> None:
 
 @contextlib.contextmanager
 def at_most(store: Any, seconds: float) -> Iterator[None]:
-    """Ends the connections to `store`'s server that are made inside once so many seconds are over.
+    """End the connections to `store`'s server that are made inside once so many seconds are over.
 
-    Who is asking over one of them then gets a RuntimeError. Neither a question to a TCPStore nor
-    the greeting of a new connection has a time limit, and a server may live and not answer: its
+    A question under way over one of them then raises RuntimeError. Neither a question to a TCPStore
+    nor the greeting of a new connection has a time limit. A server may live and not answer: its
     node is busy, or DNS, which it asks for the name of each caller, says nothing.
     Nothing happens where the store is no TCPStore.
     """

@@ -39,7 +39,7 @@ class Counters:
 
     Attributes:
         exposed_s: of its threads in collectives on host memory, what computation did not hide.
-            What runs on a GPU's stream holds up no thread and is not in it.
+            Collectives on a GPU's stream hold up no thread and are not in it.
         waited_s: in native ones of those, until all ranks of the node were there.
         held_s: how long the node's other ranks waited for this one alone, in all.
         data_s: waiting for DataLoaders.

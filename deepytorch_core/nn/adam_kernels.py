@@ -142,7 +142,7 @@ def _step(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     row = places + tl.load(chunks + 2 * program).to(tl.int64) * 6
     first_element = tl.load(chunks + 2 * program + 1).to(tl.int64) * chunk
-    # What is passed is an address, so the table has no types.
+    # The table has addresses, not tensors, so it has no types.
     parameters = tl.load(row)
     firsts = tl.load(row + 1)
     seconds = tl.load(row + 2)

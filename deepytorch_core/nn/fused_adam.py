@@ -1,4 +1,4 @@
-"""What torch's fused Adam and AdamW do, by one launch for all parameters of a group.
+"""Steps of torch's fused Adam and AdamW, by one launch for all parameters of a group.
 
 A table says on the device where parameters, gradients and state lie. The last few of a group are
 kept, since gradients that are set to None mostly come back where they lay some steps before. Then a

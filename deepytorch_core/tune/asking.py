@@ -1,6 +1,6 @@
 """Settings in force in this process, for the seams and adapters that ask for them.
 
-What was asked for, and whether it could be set, tells `deepytorch tune` what there is to search.
+`deepytorch tune` sees from the settings asked for, and whether they could be set, what to search.
 """
 
 from __future__ import annotations

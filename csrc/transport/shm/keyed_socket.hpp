@@ -17,7 +17,7 @@
 
 namespace dpt {
 
-// Where datagrams for a socket go, and what they begin with.
+// Tells senders where a socket's datagrams go, and what they begin with.
 struct KeyedAddress {
   std::string name;  // abstract, without its leading zero byte
   std::string key;   // 32 characters

@@ -41,9 +41,10 @@ class Fix(ABC):
         """
 
     def during(self, model: nn.Module) -> AbstractContextManager[None]:
-        """What is open while passes of `model` are captured, forward and backward; none by default.
+        """Return a context that is open while passes of `model` are captured; empty by default.
 
-        Backward passes have threads of their own, so changes have to tell captures by themselves.
+        It is open for forward and backward passes. The latter have threads of their own, so
+        changes have to tell captures by themselves.
         """
         return contextlib.nullcontext()
 
