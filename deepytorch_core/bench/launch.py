@@ -84,7 +84,7 @@ def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for as long as a benchmark takes."""
-    return tempfile.TemporaryDirectory(prefix="deepytorch-bench-")
+    return tempfile.TemporaryDirectory(prefix="deepytorch-bench-", ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager

@@ -128,7 +128,9 @@ def prepare_nccl(table: Path, store: Store, *, rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def _own_table() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="deepytorch-nccl-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="deepytorch-nccl-", ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder) / nccl_table.FILE
 
 

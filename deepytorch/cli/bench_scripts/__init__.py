@@ -111,7 +111,9 @@ def run(
     failed: list[str] = []
     for script in able:
         checkout = checkouts / script.checkout
-        with tempfile.TemporaryDirectory(prefix="deepytorch-scripts-") as name:
+        with tempfile.TemporaryDirectory(
+            prefix="deepytorch-scripts-", ignore_cleanup_errors=True
+        ) as name:
             scratch = Path(name).resolve()
             try:
                 row = runs.measure(script, size, checkout, scratch, limits=limits, show=show)

@@ -214,7 +214,9 @@ def run_once(job: Job, arm: Arm, remarks: list[str], watch: Watch | None = None)
 
     Raises CompareError for a run that failed or took too long, StoppedEarly where `watch` ended it.
     """
-    temporary = tempfile.TemporaryDirectory(prefix="deepytorch-compare-")
+    temporary = tempfile.TemporaryDirectory(
+        prefix="deepytorch-compare-", ignore_cleanup_errors=True
+    )
     with console.ended_by_sigterm(), temporary as name:
         folder = Path(name).resolve()
         began = folder.stat().st_mtime
