@@ -28,7 +28,8 @@ from deepytorch_core.compile import fixes, graphs, module_state, seam
 from deepytorch_core.compile.replay import Call, Replay, Token
 from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 
-# Kinds of calls that are captured when they are first met; later ones at their second time.
+# Kinds of calls that are captured when they are first met; later ones at their second time. Where
+# sizes are few, all of them are.
 CAPTURED_AT_ONCE = 8
 MOST_KINDS = 24
 # Calls in a row that could not be replayed, after which nothing is tried any more.
@@ -65,6 +66,17 @@ class Sizes(Protocol):
     @property
     def state(self) -> Hashable:
         """Everything that the pass goes by, beside the module's arguments and attributes."""
+
+
+class Readiness(Protocol):
+    """Knows whether a pass runs code that stays as it is."""
+
+    @property
+    def applies(self) -> bool:
+        """Whether the pass that begins runs code that may be another the next time."""
+
+    def is_reached(self) -> bool:
+        """Tell whether the code of the pass that has ended stays as it is."""
 
 
 _sizes: weakref.WeakKeyDictionary[nn.Module, Sizes] = weakref.WeakKeyDictionary()
@@ -127,7 +139,7 @@ class Capture:
         variant: which of several ways that compute the same its code now takes; each has graphs.
         is_quiet: whether nobody is to hear of it where its passes can't be replayed.
         whole: the model that it is a part of, which has its sizes; None: it is all of one.
-        is_ready: asked after a pass whether its code stays what it was then. Kinds of calls are
+        readiness: asked after a pass whether its code stays what it was then. Kinds of calls are
             captured when it does; None: all are when they come.
     """
 
@@ -139,16 +151,18 @@ class Capture:
         variant: Callable[[], Hashable] = lambda: None,
         is_quiet: bool = False,
         whole: nn.Module | None = None,
-        is_ready: Callable[[], bool] | None = None,
+        readiness: Readiness | None = None,
     ) -> None:
         self.failure: str | None = None
         self.num_captured = 0
+        self.was_replayed = False
+        """Whether the last pass was."""
         self._root = root
         self._whole = root if whole is None else whole
         self._is_on = is_on
         self._variant = variant
         self._is_quiet = is_quiet
-        self._is_ready = is_ready
+        self._readiness = readiness
         self._ready: set[Any] = set()
         self._seam = seam.opened(root)
         self._forward: Callable[..., Any] = self._seam.unreplayed if self._seam else root.forward
@@ -204,6 +218,7 @@ class Capture:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's pass: replayed, or as it is."""
+        self.was_replayed = False
         if self.failure is not None and not self._is_pending():
             self._drop()
         self._count_repeated()
@@ -223,15 +238,18 @@ class Capture:
             if self._states.count > MOST_STATES:
                 self._give_up("it changes attributes of its modules again and again")
             key = (self._variant(), call.key(), state, None if sizes is None else sizes.state)
-            if self._is_ready is not None and not (key in self._replays or key in self._ready):
-                return self._prepared(key, self._is_ready, args, kwargs)
-            replay = self._replay(key, call)
+            readiness = self._readiness
+            is_known = key in self._replays or key in self._ready
+            if readiness is not None and readiness.applies and not is_known:
+                return self._prepared(key, readiness, args, kwargs)
+            replay = self._replay(key, call, are_few=sizes is not None)
         except NotCapturedError as error:
             replay = None
             self._miss(str(error))
         if replay is None:
             return self._launched(args, kwargs)
         self._misses = 0
+        self.was_replayed = True
         self._recorder.take_turn()
         token = Token(self._note_repeated)
         self._pending = weakref.ref(token)
@@ -257,13 +275,13 @@ class Capture:
         return self._forward(*args, **kwargs)
 
     def _prepared(
-        self, key: Any, is_ready: Callable[[], bool], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Any, readiness: Readiness, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The pass as it is; the next of its kind is captured if the code stays as it is."""
         result = self._launched(args, kwargs)
         if len(self._ready) >= 8 * MOST_KINDS:
             self._miss("it is called in ever new ways")
-        elif is_ready():
+        elif readiness.is_reached():
             self._ready.add(key)
         return result
 
@@ -305,12 +323,12 @@ class Capture:
         token = self._pending() if self._pending is not None else None
         return token is not None and not token.is_done
 
-    def _replay(self, key: Any, call: Call) -> Replay | None:
+    def _replay(self, key: Any, call: Call, *, are_few: bool) -> Replay | None:
         if key in self._replays:
             return self._known(self._replays[key])
         is_new = key not in self._met
         num_kinds = sum(1 for variant, *_ in self._replays if variant == key[0])
-        if is_new and num_kinds >= CAPTURED_AT_ONCE:
+        if is_new and not are_few and num_kinds >= CAPTURED_AT_ONCE:
             if len(self._met) < 8 * MOST_KINDS:
                 self._met.add(key)
             self._miss("it is called in ever new ways")

@@ -25,6 +25,8 @@ from deepytorch_core.guard.recorder import Recorder
 
 LAUNCHED = "launched"
 REPLAYED = "replayed"
+TRUNK = "trunk"  # of an earlier run, in the profile: the whole can't be replayed, its trunk may be
+FROM_PROFILE = "from the profile"
 REASONS = {
     turns.FASTER: "faster than launched",
     turns.SLOWER: "launched is faster",
@@ -60,8 +62,9 @@ class Capturing:
         tokens: what a step's time is divided by, asked after the step.
         switch: told before each step whether it may be replayed.
         variant: which way passes go; see `Capture`.
-        is_ready: whether the code of passes stays what it is; see `Capture`.
-        is_provisional: whether it is only for now, and decided again later: nobody is told.
+        readiness: whether the code of passes stays what it is; see `Capture`.
+        is_provisional: whether it is only for now, and decided again later: nobody is told, but
+            the next run knows from its first steps on.
         ranks: that decide together, by the name of the decision.
     """
 
@@ -73,7 +76,7 @@ class Capturing:
         switch: Callable[[bool], None] = lambda is_on: None,
         variant: Callable[[], Hashable] = lambda: None,
         is_provisional: bool = False,
-        is_ready: Callable[[], bool] | None = None,
+        readiness: capture.Readiness | None = None,
         ranks: Callable[[str], guard.Ranks] = guard.Ranks,
     ) -> None:
         self.is_settled = False
@@ -82,7 +85,7 @@ class Capturing:
         self._switch = switch
         self._variant = variant
         self._is_provisional = is_provisional
-        self._is_ready = is_ready
+        self._readiness = readiness
         self._whole = root
         self._tokens = tokens
         self._take(root)
@@ -162,7 +165,9 @@ class Capturing:
         guard.synchronize(device)
         seconds = time.perf_counter() - self._began
         captured = self.num_captured
-        if not is_whole or captured != self._num_captured:
+        was_replayed = self._capture is not None and self._capture.was_replayed
+        # Nor does a step tell anything in which a pass was to be replayed that has no graph yet.
+        if not is_whole or captured != self._num_captured or was_replayed != self._on:
             seconds = math.inf
         self._num_captured = captured
         if turns.is_counted(self._number - CAPTURING_STEPS):
@@ -180,9 +185,11 @@ class Capturing:
         chosen = answers[0][0]
         problem = guard.first_of([one for _, one in answers])
         if chosen == LAUNCHED:
-            self._finish(LAUNCHED, "from the profile")
+            self._finish(LAUNCHED, FROM_PROFILE)
         elif problem is not None:
             self._fail(problem)
+        elif chosen == TRUNK:
+            self._fail(FROM_PROFILE)
         elif chosen is None and guard.why_not_measured() is not None:
             self._finish(LAUNCHED, f"not measured: {guard.why_not_measured()}")
         else:
@@ -192,15 +199,16 @@ class Capturing:
                 variant=self._variant,
                 is_quiet=self._is_provisional or self._trunk is not None,
                 whole=self._whole,
-                is_ready=self._is_ready,
+                readiness=self._readiness,
             )
             self._capture.install()
             if chosen == REPLAYED:
-                self._finish(REPLAYED, "from the profile")
+                self._finish(REPLAYED, FROM_PROFILE)
 
     def _key(self, world_size: int) -> dict[str, Any]:
         facts = {"module": guard.fingerprint(self._root)}
-        return guard.profile.key(self._what, facts, world_size=world_size)
+        what = f"{self._what}, for a while" if self._is_provisional else self._what
+        return guard.profile.key(what, facts, world_size=world_size)
 
     def _look(self, *, is_last: bool) -> None:
         assert self._capture is not None
@@ -214,19 +222,24 @@ class Capturing:
         if problem is not None:
             self._fail(problem)
             return
-        launched, replayed = self._samples.merged([rows for rows, _ in answers])
+        launched, replayed = self._samples.merged([rows for rows, _ in answers], is_filtered=True)
         verdict = turns.verdict(launched, replayed, is_last=is_last)
         if verdict is None:
             return
-        times_ms = guard.in_ms({LAUNCHED: launched, REPLAYED: replayed})
+        times_ms = guard.in_ms(
+            {way: times for way, times in ((LAUNCHED, launched), (REPLAYED, replayed)) if times}
+        )
         chosen = REPLAYED if verdict == turns.FASTER else LAUNCHED
         reason = REASONS[verdict]
         self._finish(chosen, reason, times_ms)
-        is_kept = verdict != turns.UNDECIDED and not self._is_provisional
-        if is_kept and console.global_rank() == 0:
+        if verdict != turns.UNDECIDED:
             rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
-            entry = {"chosen": chosen, "reason": reason, "times_ms": rounded}
-            guard.profile.keep(self._key(len(answers)), entry)
+            self._keep(len(answers), chosen, reason, rounded)
+
+    def _keep(self, num_ranks: int, chosen: str, reason: str, times_ms: dict[str, float]) -> None:
+        if console.global_rank() == 0:
+            entry = {"chosen": chosen, "reason": reason, "times_ms": times_ms}
+            guard.profile.keep(self._key(num_ranks), entry)
 
     def _fail(self, problem: str) -> None:
         """Go on with the model's trunk, where that was not tried; else passes are launched."""
@@ -234,6 +247,8 @@ class Capturing:
         if trunk is None:
             self._finish(LAUNCHED, problem)
             return
+        if self._capture is not None and problem == self._capture.failure:
+            self._keep(self._ranks(self._what).size, TRUNK, problem, {})
         console.say(
             f"{self._what}: {problem}; {type(trunk).__name__} in it is tried", level="debug"
         )

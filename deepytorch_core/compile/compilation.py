@@ -67,7 +67,6 @@ CODE = "compiled code"
 HELD_UP = "compiling it would hold up a step: a policy's name compiles it all the same"
 WHEN_REPLAYED = "faster than eager when replayed"
 ONLY_REPLAYED = "faster only where both are replayed"
-
 _RANKS_LIMIT_S = 120.0
 
 
@@ -106,9 +105,8 @@ class Compilation:
         self._steps = steps
         self._is_patient = is_patient and steps is None
         self._first = EAGER_STEPS  # step that may be compiled
-        self._on = False
+        self._on = self._was_helped = False
         self._helping: Helping | None = None
-        self._was_helped = False
         self.run_length = worth.RunLength()
         self._outlook = worth.Outlook()
         self._early: Capturing | None = None  # of eager passes, while helpers compile
@@ -356,7 +354,8 @@ class Compilation:
         is_open = self._is_patient and self._number < MOST_WAITING
         is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())
         are_few = capture.sizes_of(self._root) is not None
-        own = (now - (self._began or now), lasted_s, is_helped, is_open, are_few)
+        is_tried = self._is_patient and self._is_early_open
+        own = (now - (self._began or now), lasted_s, is_helped, is_open, are_few, is_tried)
         self._ask(f"pace {self._number}", own, self._set_pace)
 
     def _are_sizes_open(self) -> bool:
@@ -367,7 +366,7 @@ class Compilation:
 
     def _set_pace(self, answers: list[Any]) -> None:
         """Go on once the run has lasted long enough, and its passes are what they will be."""
-        steps_s, lasted_s, are_helped, are_open, are_few = zip(*answers, strict=True)
+        steps_s, lasted_s, are_helped, are_open, are_few, are_tried = zip(*answers, strict=True)
         is_helped = all(are_helped)
         least_s = self._outlook.least_run_s(self._root, is_helped=is_helped)
         self._num_settling = SIZES_STEPS if self._is_patient and any(are_few) else 0
@@ -375,10 +374,10 @@ class Compilation:
             self._first += PATIENT_STEPS
         elif self._is_patient and not is_helped:
             self._finish(EAGER, HELD_UP)
-        elif self._is_patient and min(lasted_s) < least_s:
+        elif self._is_patient and (min(lasted_s) < least_s or any(are_tried)):
             compiler_import.load_beside()
             self._first += PATIENT_STEPS
-            self._new_early()  # which takes no compiler
+            self._new_early()  # which takes no compiler, so it comes first
         else:
             self._start_compiling(max(steps_s), is_helped)
 
@@ -450,6 +449,11 @@ class Compilation:
         self._early.on_forward(self._is_whole)
         return not self._early.is_settled
 
+    @property
+    def _is_early_open(self) -> bool:
+        """Whether it is still to be found out if eager passes are faster replayed."""
+        return self._is_tried if self._early is not None else self._may_capture()
+
     def _new_early(self) -> None:
         """Begin to find out whether eager passes are faster replayed."""
         if self._early is None and self._may_capture():
@@ -462,11 +466,7 @@ class Compilation:
         return self._helping.is_loading or not self._is_replaying
 
     def _install(
-        self,
-        known: Mapping[str, list[str]],
-        *,
-        is_in_parts: bool = False,
-        is_made: bool = False,
+        self, known: Mapping[str, list[str]], *, is_in_parts: bool = False, is_made: bool = False
     ) -> None:
         """Compile the regions from now on; with the policies known to be good, or all."""
         found = regions.find(self._root)
@@ -536,7 +536,7 @@ class Compilation:
             self._stop()
 
     def _new_capturing(self, **more: Any) -> Capturing:
-        more |= {"is_ready": Readiness(self.regions)} if self._is_patient else {}
+        more |= {"readiness": Readiness(self.regions)} if self._is_patient else {}
         more |= {"tokens": self._trained_tokens, "switch": self._switch, "ranks": self._ranks}
         return Capturing(self._root, **more)
 

@@ -429,13 +429,19 @@ class CompiledRegion:
 
 
 class Readiness:
-    """Asked after a pass whether all code that it needs was there, and none is to be replaced."""
+    """Knows whether all code that a pass needs is there, and none is to be replaced."""
 
     def __init__(self, regions: Sequence[CompiledRegion]) -> None:
         self._regions = regions
         self._num_declined = 0
 
-    def __call__(self) -> bool:
+    @property
+    def applies(self) -> bool:
+        """Whether the pass that begins takes compiled code."""
+        return any(one.is_used for one in self._regions)
+
+    def is_reached(self) -> bool:
+        """Tell whether the pass that has ended had all of it."""
         before = self._num_declined
         self._num_declined = sum(one.num_declined for one in self._regions)
         return before == self._num_declined and not any(one.is_waiting for one in self._regions)

@@ -21,6 +21,8 @@ LOOKS = (2, 4, 7)
 FASTER, SLOWER, UNDECIDED = "faster", "slower", "not faster beyond the noise"
 MOST_STEPS = 2 * BLOCK * LOOKS[-1]
 """After how many measured steps it is decided at the latest."""
+LEAST_COUNTED = (BLOCK - 1) * LOOKS[0]
+"""Of how many steps of each way times are needed before anything is decided."""
 
 
 def is_candidates(measured: int) -> bool:
@@ -72,6 +74,8 @@ def verdict(standing: list[float], candidate: list[float], *, is_last: bool) -> 
 
     Returns `FASTER` or `SLOWER` of the candidate, `UNDECIDED` where noise hides it.
     """
+    if min(len(standing), len(candidate)) < LEAST_COUNTED:
+        return UNDECIDED if is_last else None
     if is_faster(candidate, standing):
         return FASTER
     if is_faster(standing, candidate):
@@ -100,21 +104,30 @@ class Samples:
         return rows | {f"tokens {way}": each for way, each in self._tokens.items()}
 
     @staticmethod
-    def merged(tables: Sequence[Rows]) -> tuple[list[float], list[float]]:
+    def merged(
+        tables: Sequence[Rows], *, is_filtered: bool = False
+    ) -> tuple[list[float], list[float]]:
         """All ranks' seconds of typical steps: what stands, the candidate.
 
-        The slowest rank's time counts, and the most tokens that one of them had.
+        The slowest rank's time counts, and the most tokens that one of them had. `is_filtered`
+        leaves out the steps whose time says nothing; they count as endless ones otherwise.
         """
         slowest = guard.slowest(tables)
         standing, candidate = (
             list(zip(slowest[f"seconds {way}"], slowest[f"tokens {way}"], strict=True))
             for way in (False, True)
         )
+        if is_filtered:
+            standing, candidate = _timed(standing), _timed(candidate)
         return of_typical_steps(standing, candidate)
 
 
 Step = tuple[float, float]
 """Seconds and tokens."""
+
+
+def _timed(steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if math.isfinite(step[0])]
 
 
 def of_typical_steps(
@@ -127,6 +140,8 @@ def of_typical_steps(
     Sen 1968): a step that was held up doesn't move it.
     """
     together = [*standing, *candidate]
+    if not together:
+        return [], []
     typical = statistics.median(tokens for _, tokens in together)
     slopes = [
         (one[0] - other[0]) / (one[1] - other[1])

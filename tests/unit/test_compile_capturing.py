@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,14 @@ class Never:
     failure: str | None = None
     problem = None
 
-    def __init__(self, root: nn.Module, **_: Any) -> None: ...
+    def __init__(
+        self, root: nn.Module, *, is_on: Callable[[], bool] = lambda: False, **_: Any
+    ) -> None:
+        self._is_on = is_on
+
+    @property
+    def was_replayed(self) -> bool:
+        return self._is_on()
 
     def install(self) -> None: ...
 
@@ -121,3 +129,100 @@ def test_a_models_trunk_is_tried_where_the_whole_waits(
     assert trial.is_replayed
     (decision,) = decisions.made()
     assert decision["what"] == "CUDA graphs of Sequential"
+
+
+class Growing(Never):
+    """A Capture that has graphs for one of three sizes at first, and for all after a while."""
+
+    calls = 0
+    captured_after: ClassVar[int] = 0
+
+    @property
+    def was_replayed(self) -> bool:
+        self.calls += 1
+        return self._is_on() and (self.calls >= self.captured_after or self.calls % 3 == 0)
+
+
+@pytest.mark.parametrize("captured_after", [40, 10_000])
+def test_steps_without_a_graph_say_nothing_of_replays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, captured_after: int
+) -> None:
+    clock = Clock(0.6, 0.01)
+    monkeypatch.setattr(capturing, "time", clock)
+    monkeypatch.setattr(capturing, "Capture", Growing)
+    monkeypatch.setattr(Growing, "captured_after", captured_after)
+    monkeypatch.setattr(capture, "why_not", lambda root: None)
+    monkeypatch.setattr(decisions, "_made", [])
+    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    monkeypatch.setattr(config, "_current", options)
+    ways: list[bool] = []
+    trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
+    number = 0
+    while not trial.is_settled:
+        trial.on_forward(True)
+        number += 1
+        clock.step(ways[-1] and (number >= captured_after or number % 3 == 0))
+    assert trial.is_replayed
+    (decision,) = decisions.made()
+    assert decision["times_ms"]["replayed"] == pytest.approx(600, rel=0.05)
+
+
+def test_nothing_is_replayed_that_hardly_ever_could_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Rarely(Never):
+        calls = 0
+
+        @property
+        def was_replayed(self) -> bool:
+            self.calls += 1
+            return self._is_on() and self.calls % 20 == 0
+
+    clock = Clock(0.6, 0.01)
+    monkeypatch.setattr(capturing, "time", clock)
+    monkeypatch.setattr(capturing, "Capture", Rarely)
+    monkeypatch.setattr(capture, "why_not", lambda root: None)
+    monkeypatch.setattr(decisions, "_made", [])
+    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    monkeypatch.setattr(config, "_current", options)
+    trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7)
+    while not trial.is_settled:
+        trial.on_forward(True)
+        clock.step(False)
+    (decision,) = decisions.made()
+    assert (decision["chosen"], decision["reason"]) == ("launched", turns.UNDECIDED)
+
+
+def test_the_next_run_knows_at_once_what_was_found_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(capturing, "Capture", Waiting)
+    monkeypatch.setattr(capture, "why_not", lambda root: None)
+    monkeypatch.setattr(decisions, "_made", [])
+    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    monkeypatch.setattr(config, "_current", options)
+
+    def tried() -> tuple[int, list[nn.Module]]:
+        clock = Clock(0.8, 0.01)
+        monkeypatch.setattr(capturing, "time", clock)
+        monkeypatch.setattr(Waiting, "tried", [])
+        trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+        whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
+        ways: list[bool] = []
+        trial = capturing.Capturing(
+            whole, tokens=lambda: 7, switch=ways.append, is_provisional=True
+        )
+        number = 0
+        while not trial.is_settled:
+            trial.on_forward(True)
+            clock.step(ways[-1])
+            number += 1
+        assert trial.is_replayed
+        assert not decisions.made()
+        return number, [one for one in Waiting.tried if one is not whole]
+
+    assert tried()[0] > CAPTURED
+    number, found = tried()
+    assert number == 1
+    assert [type(one) for one in found] == [nn.Sequential]
+    assert len(Waiting.tried) == 1  # the whole isn't captured again in vain

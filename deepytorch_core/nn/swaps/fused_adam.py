@@ -40,9 +40,13 @@ DEVICE = "cuda"
 CLASSES = (Adam, AdamW)
 WHY = "fused optimizers update all parameters of a group by one kernel"
 OPTION = "DEEPYTORCH_KERNELS=off"
-# Elements of the copies that are tried.
-_MOST_ELEMENTS = 1 << 25
-_STEPS = 8
+# Elements of the copies that are tried: with fewer the launches take the time, not the memory.
+_MOST_ELEMENTS = 1 << 27
+# The copies of an element, in float32, and the part of the free memory that they may take.
+_COPIED_BYTES = 20
+_LARGEST_SHARE = 0.125
+_LEAST_ELEMENTS = 1 << 20
+_STEPS = 4
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -233,7 +237,7 @@ class _Group:
 def _probe(optimizer: Any, setting: Setting) -> Probe:
     """The same calls on new tensors of the same sizes."""
     groups: list[_Group] = []
-    left = _MOST_ELEMENTS
+    left = _num_tried(setting.device)
     # The largest first: where not all have room, these take the time.
     for group in sorted(optimizer.param_groups, key=lambda one: -sum(map(_size, one["params"]))):
         if left:
@@ -266,6 +270,15 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
         return found
 
     return Probe(module, None, run)
+
+
+def _num_tried(device: torch.device) -> int:
+    """Return how many elements may be tried on the device."""
+    if device.type != DEVICE or not torch.cuda.is_available():
+        return _MOST_ELEMENTS
+    free, _ = torch.cuda.mem_get_info(device)
+    allowed = int(_LARGEST_SHARE * free) // _COPIED_BYTES
+    return max(_LEAST_ELEMENTS, min(_MOST_ELEMENTS, allowed))
 
 
 def _size(tensor: Tensor) -> int:
