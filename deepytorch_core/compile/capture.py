@@ -80,6 +80,8 @@ class Readiness(Protocol):
 
 
 _sizes: weakref.WeakKeyDictionary[nn.Module, Sizes] = weakref.WeakKeyDictionary()
+# Who wants few, by name; sizes may be registered later, when a model begins to train packed.
+_wishes: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def register_sizes(module: nn.Module, sizes: Sizes | None) -> None:
@@ -88,6 +90,8 @@ def register_sizes(module: nn.Module, sizes: Sizes | None) -> None:
         _sizes.pop(module, None)
     else:
         _sizes[module] = sizes
+        for by in _wishes.get(module, ()):
+            sizes.use_few(True, by)
 
 
 def sizes_of(module: nn.Module) -> Sizes | None:
@@ -97,6 +101,8 @@ def sizes_of(module: nn.Module) -> Sizes | None:
 
 def use_few_sizes(module: nn.Module, is_on: bool, *, by: str) -> None:
     """Have batches filled up to a few sizes as long as somebody, `by` name, wants it."""
+    wishes = _wishes.setdefault(module, set())
+    (wishes.add if is_on else wishes.discard)(by)
     sizes = sizes_of(module)
     if sizes is not None:
         sizes.use_few(is_on, by)

@@ -1,14 +1,12 @@
 """The work of `deepytorch.compile` on one model, step by step of its training.
 
-`auto`: the first steps run as they are. Then the regions are compiled, and steps with and without
-take turns until one is faster beyond the noise, with as many tokens; the compiled way stays only if
-that is it. Every step is an ordinary step of the training, none is run twice. Ranks take the same
-way: they count their forward passes alike, and decide from the slowest rank's times. None waits
-for that: steps go on as they were until all have answered (`Ranks.ask`).
+`auto`: the first steps run as they are. Then steps with and without compiled code take turns until
+one is faster beyond the noise, with as many tokens. Every step is one of the training's own. Ranks
+take the same way: they count their forward passes alike, and decide from the slowest rank's times.
+None waits for that: steps go on until all have answered (`Ranks.ask`).
 
-If other processes compile (`ahead`), it is found out meanwhile whether eager passes are faster as
-CUDA graphs. If so the training waits in them, and both ways are replayed in the turns; the faster
-way then has to be faster than eager launches as well.
+Where other processes compile (`ahead`), replays of eager passes as CUDA graphs are tried first. If
+they are faster the training waits in them, and compiled code is replayed in the turns, too.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from deepytorch_core.compile import (
     module_state,
     outcome,
     policies,
+    reasons,
     regions,
     seam,
     timeouts,
@@ -57,17 +56,8 @@ SIZES_STEPS = 36
 PATIENT_STEPS = 4
 # Steps after which it is not waited any more for what is found out about the model.
 MOST_WAITING = 2000
-
-NOTHING = "nothing is left to compile between the hooks of its modules"
-FAILED = "nothing of it could be compiled"
-UNDECIDED, FASTER, SLOWER = turns.UNDECIDED, "faster than eager", "eager is faster"
-REASONS = {turns.FASTER: FASTER, turns.SLOWER: SLOWER, turns.UNDECIDED: UNDECIDED}
-ASKED_FOR, FROM_PROFILE = "asked for", "from the profile"
-CODE = "compiled code"
-HELD_UP = "compiling it would hold up a step: a policy's name compiles it all the same"
-WHEN_REPLAYED = "faster than eager when replayed"
-ONLY_REPLAYED = "faster only where both are replayed"
 _RANKS_LIMIT_S = 120.0
+_CODE = "compiled code"  # that wants few sizes
 
 
 class Compilation:
@@ -104,7 +94,7 @@ class Compilation:
         self._asking = Asking()
         self._steps = steps
         self._is_patient = is_patient and steps is None
-        self._first = EAGER_STEPS  # step that may be compiled
+        self._start_at, self._first = 0, EAGER_STEPS  # step that may be compiled
         self._on = self._was_helped = False
         self._helping: Helping | None = None
         self.run_length = worth.RunLength()
@@ -270,13 +260,14 @@ class Compilation:
 
     def _advance(self) -> None:
         number = self._number
-        if number == 0:
-            self._begin()
+        if number <= self._start_at:
+            if number == self._start_at:
+                self._begin()
         elif self.policy != AUTO:
             if number == 1:
-                self._conclude(self.policy, ASKED_FOR, None)
+                self._conclude(self.policy, reasons.ASKED_FOR, None)
             else:
-                self._keep(self.policy, ASKED_FOR, {})
+                self._keep(self.policy, reasons.ASKED_FOR, {})
                 self._capture_or_stop()
         elif number <= self._first:
             self._is_tried_early()
@@ -310,20 +301,25 @@ class Compilation:
             self._install({})
             self._on = True
             if not self.regions:
-                self._finish(EAGER, NOTHING)
+                self._finish(EAGER, reasons.NOTHING)
             return
-        self._ask("start", self._kept.find(self._ranks().size), self._start)
+        own = self._kept.find(self._ranks().size), self._is_unknown()
+        self._ask(f"start {self._number}", own, self._start)
 
     def _start(self, answers: list[Any]) -> None:
-        known = answers[0]
+        known = answers[0][0]
         reason = guard.why_not_measured()
-        if known is not None:
+        if known is not None and any(is_open for _, is_open in answers):
+            # Code and graphs of passes that are about to change would be made in vain.
+            self._start_at = self._number + PATIENT_STEPS
+            self._first = self._start_at + EAGER_STEPS
+        elif known is not None:
             if known["chosen"] != EAGER:
                 self._install_known(known)
                 if not self.regions:
-                    self._finish(EAGER, NOTHING)
+                    self._finish(EAGER, reasons.NOTHING)
                     return
-            self._finish(known["chosen"], FROM_PROFILE)
+            self._finish(known["chosen"], reasons.FROM_PROFILE)
         elif reason is not None:
             self._finish(EAGER, f"not measured: {reason}")
         elif not policies.automatic(self._device):
@@ -351,16 +347,19 @@ class Compilation:
         now = time.perf_counter()
         lasted_s = self.run_length.lasts_s(now)
         is_helped = self._outlook.is_helped(self._root, lasted_s, self._may_help)
-        is_open = self._is_patient and self._number < MOST_WAITING
-        is_open = is_open and (undecided.is_open(self._root) or self._are_sizes_open())
-        are_few = capture.sizes_of(self._root) is not None
-        is_tried = self._is_patient and self._is_early_open
-        own = (now - (self._began or now), lasted_s, is_helped, is_open, are_few, is_tried)
+        is_open = self._is_unknown()
+        facts = is_open, capture.sizes_of(self._root) is not None, self._is_early_open
+        own = (now - (self._began or now), lasted_s, is_helped, *facts)
         self._ask(f"pace {self._number}", own, self._set_pace)
+
+    def _is_unknown(self) -> bool:
+        """Whether something is still found out that changes the model's passes."""
+        is_open = self._is_patient and self._number < MOST_WAITING
+        return is_open and (undecided.is_open(self._root) or self._are_sizes_open())
 
     def _are_sizes_open(self) -> bool:
         """Whether it is still to be known which few sizes batches will have."""
-        capture.use_few_sizes(self._root, True, by=CODE)
+        capture.use_few_sizes(self._root, True, by=_CODE)
         sizes = capture.sizes_of(self._root)
         return sizes is not None and not sizes.are_few
 
@@ -370,10 +369,10 @@ class Compilation:
         is_helped = all(are_helped)
         least_s = self._outlook.least_run_s(self._root, is_helped=is_helped)
         self._num_settling = SIZES_STEPS if self._is_patient and any(are_few) else 0
-        if self._is_patient and any(are_open):
+        if any(are_open):
             self._first += PATIENT_STEPS
         elif self._is_patient and not is_helped:
-            self._finish(EAGER, HELD_UP)
+            self._finish(EAGER, reasons.HELD_UP)
         elif self._is_patient and (min(lasted_s) < least_s or any(are_tried)):
             compiler_import.load_beside()
             self._first += PATIENT_STEPS
@@ -393,7 +392,7 @@ class Compilation:
             self._budget_s = min(self._budget_s, max(cost_s, worth.LARGEST_SHARE * whole_s))
         self._install({}, is_in_parts=is_helped and ahead.is_in_parts(self._root))
         if not self.regions:
-            self._finish(EAGER, NOTHING)
+            self._finish(EAGER, reasons.NOTHING)
             return
         if is_helped:
             order = TakingOver(self._ranks, step_s, num_seeing=max(1, self._num_settling))
@@ -492,11 +491,12 @@ class Compilation:
         outcome.give_up_alike(self.regions, [failed for _, failed in answers])
         verdict = turns.verdict(eager, compiled, is_last=is_last)
         if all(one.failure for one in self.regions):
-            self._finish(EAGER, FAILED)
+            self._finish(EAGER, reasons.FAILED)
         elif verdict is not None:
             chosen = outcome.chosen(self.regions, self.policy)
             times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
-            self._finish(chosen if verdict == turns.FASTER else EAGER, REASONS[verdict], times_ms)
+            way = chosen if verdict == turns.FASTER else EAGER
+            self._finish(way, reasons.OF_VERDICTS[verdict], times_ms)
         if self._capturing is None and not self.is_settled:
             self._take_turn()
 
@@ -518,12 +518,12 @@ class Compilation:
             self._early.undo()
             self._early = None
             torch.cuda.empty_cache()  # what its graphs have left
-        is_open = reason in (UNDECIDED, SLOWER) and not was_replaying
+        is_open = reason in (reasons.UNDECIDED, reasons.SLOWER) and not was_replaying
         if is_open and times_ms and self._may_capture():
             # If launches take the time, savings on the GPU show only when steps are replayed.
             self._open = reason, times_ms
-        elif reason == FASTER and are_both:
-            self._open = ONLY_REPLAYED, times_ms or {}
+        elif reason == reasons.FASTER and are_both:
+            self._open = reasons.ONLY_REPLAYED, times_ms or {}
         else:
             self._conclude(chosen, reason, times_ms)
         self._capture_or_stop()
@@ -548,18 +548,18 @@ class Compilation:
         if self._open is not None:
             reason, times_ms = self._open
             chosen = outcome.chosen(self.regions, self.policy) if is_replayed else EAGER
-            self._conclude(chosen, WHEN_REPLAYED if is_replayed else reason, times_ms)
+            self._conclude(chosen, reasons.WHEN_REPLAYED if is_replayed else reason, times_ms)
             self._open = None
         self._stop()
 
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
         dropped = outcome.dropped(self.regions)
-        is_failed = reason == ASKED_FOR and all(one.failure for one in self.regions)
-        told = (EAGER, FAILED) if is_failed else (chosen, reason)
+        is_failed = reason == reasons.ASKED_FOR and all(one.failure for one in self.regions)
+        told = (EAGER, reasons.FAILED) if is_failed else (chosen, reason)
         decisions.record(self._what, *told, times_ms=times_ms, dropped=dropped)
         self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
-            capture.use_few_sizes(self._root, False, by=CODE)
+            capture.use_few_sizes(self._root, False, by=_CODE)
             self._drop_regions()
         else:
             for one in self.regions:
@@ -570,13 +570,13 @@ class Compilation:
 
     def _keep(self, chosen: str, reason: str, times_ms: Mapping[str, float]) -> None:
         """For the next run; or for people, where that one is to find out by itself."""
-        if reason == FROM_PROFILE or not self.regions:
+        if reason == reasons.FROM_PROFILE or not self.regions:
             return
         entry = outcome.entry(
             self.regions, chosen, reason, times_ms, was_helped=self._was_helped, phases=self.phases
         )
         # The next run measures again what the noise has hidden, and tries what was late.
-        is_final = reason != UNDECIDED and not outcome.is_late(self.regions)
+        is_final = reason != reasons.UNDECIDED and not outcome.is_late(self.regions)
         self._kept.keep(entry, num_ranks=self._ranks().size, is_final=is_final)
 
     def _may_capture(self) -> bool:

@@ -21,7 +21,7 @@ import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
-from deepytorch_core.compile import compilation, policies, regions, worth
+from deepytorch_core.compile import compilation, policies, reasons, regions, worth
 from deepytorch_core.compile import region as region_module
 from deepytorch_core.compile.policies import Policy, register_policy
 
@@ -476,7 +476,7 @@ def test_compile_holds_up_no_step_where_nobody_knows_how_long_a_run_is(
 ) -> None:
     model, ways, _ = run_auto(monkeypatch, 0.5, steps=740, is_patient=True)
     assert not any(ways)
-    assert decisions.made()[-1]["reason"] == compilation.HELD_UP
+    assert decisions.made()[-1]["reason"] == reasons.HELD_UP
     engine.undo(model)
 
 

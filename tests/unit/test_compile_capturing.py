@@ -226,3 +226,26 @@ def test_the_next_run_knows_at_once_what_was_found_for_a_while(
     assert number == 1
     assert [type(one) for one in found] == [nn.Sequential]
     assert len(Waiting.tried) == 1  # the whole isn't captured again in vain
+
+
+def test_few_sizes_are_used_by_who_asked_before_there_were_any() -> None:
+    class Sizes:
+        are_few, is_shared, num_tokens, state = True, False, None, None
+
+        def __init__(self) -> None:
+            self.users: set[str] = set()
+
+        def use_few(self, is_on: bool, by: str) -> None:
+            (self.users.add if is_on else self.users.discard)(by)
+
+    model, sizes = nn.Linear(2, 2), Sizes()
+    capture.use_few_sizes(model, True, by="replays")
+    capture.use_few_sizes(model, True, by="another")
+    capture.use_few_sizes(model, False, by="another")
+    capture.register_sizes(model, sizes)
+    assert sizes.users == {"replays"}
+    capture.use_few_sizes(model, False, by="replays")
+    assert not sizes.users
+    capture.register_sizes(model, None)
+    capture.register_sizes(model, sizes)
+    assert not sizes.users
