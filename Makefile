@@ -27,9 +27,11 @@ ADAPTERS ?= all
 HAS_GPU := $(wildcard /dev/nvidiactl)
 CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),90a-real,90a-virtual)
 CUDA_FLAGS ?= $(if $(HAS_GPU),,-Xcicc=-O0)
+DPT_CUDA := ON
+TARGETS := _core;dpt_nccl_tuner
 export PYTHON
 # What wheel and native tests are made of is compiled once, in one folder.
-NATIVE_SETTINGS := build-dir=build/native \
+NATIVE_SETTINGS = build-dir=build/native cmake.define.DPT_CUDA=$(DPT_CUDA) \
                    cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
                    cmake.define.CMAKE_CUDA_FLAGS=$(CUDA_FLAGS)
 
@@ -41,7 +43,7 @@ into = $(if $(HASHES),$(HASHED) --upgrade --target $(VENV)/$(1) -r .ci/requireme
   $(PIP) --no-deps --upgrade --target $(VENV)/$(1) $(2))
 
 .NOTPARALLEL:  # the steps use both cores themselves, and pytest's last line comes last
-.PHONY: help venv adapter demo test setup check lint build-native test-native test-python test-extended test-network test-tensorflow \
+.PHONY: help venv adapter demo test setup check lint build-core build-native test-native test-python test-extended test-network test-tensorflow \
         test-hangs test-faults test-frameworks soak fuzz docs test-docs test-pictures wheel test-matrix test-sdist \
         sanitize format clean
 
@@ -85,7 +87,7 @@ $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@$(BIN)/pip uninstall -q -y deepytorch 2> /dev/null || true
 	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
 	@$(PIP) --no-build-isolation --no-deps -e . $(addprefix --config-settings ,$(NATIVE_SETTINGS)) \
-	  --config-settings "build.targets=_core;dpt_nccl_tuner"
+	  --config-settings "build.targets=$(TARGETS)"
 	@touch $@
 
 # DeepSpeed compiles this in the first process that needs it. In a test it would be in the test's
@@ -104,17 +106,25 @@ $(OPERATORS): $(VENV)/.dependencies
 adapter: venv ## compile the c10d adapter for the installed PyTorch, unless it is cached
 	@$(BIN)/deepytorch build
 
-demo: venv ## train a small Llama with the stock stack and with ours, and compare
+# Without a GPU, its kernels would only take a third of the compiler's time.
+demo: DPT_CUDA := $(if $(HAS_GPU),ON,OFF)
+demo: $(VENV)/.tools ## train a small Llama with the stock stack and with ours, and compare
+	$(call beside_packages,build-core)
+	@$(MAKE) --no-print-directory venv DPT_CUDA=$(DPT_CUDA)
 	@$(BIN)/deepytorch train llama_sft --compare --nproc-per-node 2
 
 test: setup check test-python ## lint, native tests and all Python tests
 
-# Fetching and unpacking packages keeps one core busy, the compiler of the native tests the other.
+# Fetching and unpacking packages keeps one core busy, the compiler the other.
+define beside_packages
+@mkdir -p build
+@$(MAKE) --no-print-directory $(1) DPT_CUDA=$(DPT_CUDA) > build/native.log 2>&1 & native=$$!; \
+  $(MAKE) --no-print-directory $(VENV)/.dependencies; status=$$?; \
+  wait $$native || { cat build/native.log; exit 1; }; exit $$status
+endef
+
 setup: $(VENV)/.tools
-	@mkdir -p build
-	@$(MAKE) --no-print-directory build-native > build/native.log 2>&1 & native=$$!; \
-	  $(MAKE) --no-print-directory $(VENV)/.dependencies; status=$$?; \
-	  wait $$native || { cat build/native.log; exit 1; }; exit $$status
+	$(call beside_packages,build-native)
 	@$(MAKE) --no-print-directory venv
 
 # The linters keep one core busy, the compiler of what the tests need and the native tests the other.
@@ -136,12 +146,17 @@ lint: venv ## ruff, mypy --strict, clang-format, how prose begins: check only
 	  --cache-dir $(CURDIR)/.mypy_cache
 	@$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 
+# By what pip calls, so that pip finds all of it made.
+build_editable = $(BIN)/python -c "import sys; from scikit_build_core.build import build_editable; \
+  build_editable('build/editable', dict(each.split('=', 1) for each in sys.argv[1:]))" \
+  $(NATIVE_SETTINGS)
+
+build-core: $(VENV)/.tools
+	@$(build_editable) "build.targets=$(TARGETS)"
+
 build-native: $(VENV)/.tools
 	@.ci/system gtest
-	@# By what pip calls, so that pip finds all of it made.
-	@$(BIN)/python -c "import sys; from scikit_build_core.build import build_editable; \
-	  build_editable('build/editable', dict(each.split('=', 1) for each in sys.argv[1:]))" \
-	  $(NATIVE_SETTINGS) cmake.define.DPT_BUILD_TESTS=ON cmake.define.DPT_WERROR=ON
+	@$(build_editable) cmake.define.DPT_BUILD_TESTS=ON cmake.define.DPT_WERROR=ON
 
 test-native: build-native ## GoogleTest of the torch-free core: ranks are threads
 	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel 2
