@@ -60,5 +60,9 @@ def report() -> Report:
 
 # By name: what is switched on where a framework is met is imported with the first of them.
 activate_on_import(
-    seams=f"{__name__}.integrations.seams.arm", metrics="deepytorch_core.report.metrics"
+    seams=f"{__name__}.integrations.seams.arm",
+    reporters={
+        "metrics": "deepytorch_core.report.metrics",
+        "report": "deepytorch_core.report.run_folder",
+    },
 )

@@ -19,6 +19,7 @@ def add_to(app: typer.Typer) -> None:
             "deepytorch run train.py --lr 0.1",
             "deepytorch run --nproc-per-node 2 train.py --lr 0.1",
             "deepytorch run --nnodes 2 --rdzv-endpoint host:29500 train.py",
+            "deepytorch run --report run-1 train.py",
             "deepytorch run --compare --steps 100 --nproc-per-node 2 train.py",
         ),
     )(run)
@@ -33,6 +34,10 @@ def run(
     ] = None,
     module: shared.Module = False,
     *,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder in which the run leaves its report when it ends."),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option(
@@ -65,6 +70,8 @@ def run(
     it; the exit status is the script's. With --compare the script is stopped after --steps
     optimizer steps and leaves no checkpoint.
     """
+    from deepytorch_core.base import config
+
     arguments = list(context.args)
     if not arguments:
         context.fail("which script? deepytorch run [TORCHRUN OPTIONS] SCRIPT [ARGS]...")
@@ -82,12 +89,17 @@ def run(
         own=[name for one in context.command.params for name in one.opts],
     )
     launcher.check_script(context, options)
+    if report is not None:
+        if compare:
+            raise typer.BadParameter("--compare writes a receipt: say --html where, not --report")
+        shared.check_folder("--report", report)
+        config.set_for_children("report", str(report.absolute()))
     if not compare:
         raise typer.Exit(launcher.launch(launcher.activated(options)))
 
     from deepytorch.cli import compare as comparison
     from deepytorch.cli import console
-    from deepytorch.cli.compare import report
+    from deepytorch.cli.compare import report as receipt
     from deepytorch_core.compare.result import STOCK
 
     def say(line: str) -> None:
@@ -110,4 +122,4 @@ def run(
     shared.check_place("--html", html)
     shared.check_place("--json", json_file)
     samples, remarks = comparison.compare(job, say)
-    report.show(job, samples, remarks, total_steps=total_steps, html=html, json_file=json_file)
+    receipt.show(job, samples, remarks, total_steps=total_steps, html=html, json_file=json_file)

@@ -22,6 +22,16 @@ def check_place(option: str, file: Path | None) -> None:
         raise ValueError(f"{option} {file} can't be written: no permission for {place}")
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Raises ValueError, before anything is run, if files can't be written there later."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {folder} can't be written: {error}") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {folder} can't be written: no permission for it")
+
+
 ProcessesPerNode = Annotated[
     str | None,
     typer.Option(

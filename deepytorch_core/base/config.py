@@ -295,6 +295,11 @@ class Options:
         "PORT or HOST:PORT at which every rank serves Prometheus metrics: its local rank is added "
         "to the port, and without a host only this machine can ask",
     )
+    report: str | None = _option(
+        None,
+        _optional(_text),
+        "folder in which the run leaves its report when it ends: a page, JSON, each rank's own",
+    )
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
@@ -343,7 +348,7 @@ class Options:
         return dataclasses.asdict(self)
 
 
-OF_A_RANK = ("profile", "log", "reduce_threads", "ifname", "metrics")
+OF_A_RANK = ("profile", "log", "reduce_threads", "ifname", "metrics", "report")
 """Options that may differ between the ranks of a job."""
 
 
@@ -482,6 +487,11 @@ def set_for_nccl(settings: Mapping[str, str]) -> None:
             raise ValueError(f"{name} is not for deepytorch to set")
     os.environ.update(settings)
     _set.update(settings)
+
+
+def set_for_children(option: str, value: str) -> None:
+    """Have the processes that this one starts, or becomes, have an option."""
+    os.environ[f"{_PREFIX}{option.upper()}"] = value
 
 
 def set_where_unset(settings: Mapping[str, str]) -> None:

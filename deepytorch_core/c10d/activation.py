@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -62,15 +63,16 @@ class _Active:
             hook.undo()
         self.patches.undo()
         step_timer.uninstall()
-        metrics = sys.modules.get(_metrics or "")
-        if metrics is not None:
-            metrics.stop()
+        for name in _reporters.values():
+            reporter = sys.modules.get(name)
+            if reporter is not None:
+                reporter.stop()
         deepspeed_flag.disarm("activation")
 
 
 _active: _Active | None = None
 _seams: str | None = None
-_metrics: str | None = None
+_reporters: Mapping[str, str] = {}
 _are_models_left = False
 _lock = threading.RLock()
 
@@ -95,16 +97,17 @@ def activate(**options: Any) -> None:
             _active.arm_seams()
 
 
-def activate_on_import(*, seams: str, metrics: str) -> None:
+def activate_on_import(*, seams: str, reporters: Mapping[str, str]) -> None:
     """Activate, as `import deepytorch` does, if that has not been done.
 
     Args:
         seams: the module that switches on what is computed, by functions `arm` and `disarm`. An
             adapter that puts options in force by itself does without.
-        metrics: the module that serves what option `metrics` asks for: `serve_when_known`, `stop`.
+        reporters: the modules that do what options ask for, by the option: `begin` with its value,
+            and `stop`.
     """
-    global _seams, _metrics
-    _seams, _metrics = seams, metrics
+    global _seams, _reporters
+    _seams, _reporters = seams, reporters
     if _active is None and not deepspeed_flag.is_left_to_adapter():
         try:
             activate()
@@ -148,8 +151,9 @@ def put_in_force(chosen: config.Options) -> str | None:
             for hook in _active.hooks:
                 hook.install()
             deepspeed_flag.arm("activation")
-        if chosen.metrics is not None:
-            _serve_metrics(chosen.metrics)
+        for option in ("metrics", "report"):
+            if (value := getattr(chosen, option)) is not None:
+                _begin_reporting(option, value)
         c10d = sys.modules.get(_C10D)
         if not is_active():
             return "this torch is not as expected"
@@ -195,12 +199,12 @@ def deactivate() -> None:
         config.withdraw()
 
 
-def _serve_metrics(where: str) -> None:
-    if _metrics is None:
+def _begin_reporting(option: str, value: str) -> None:
+    if option not in _reporters:
         raise RuntimeError(
-            f"metrics={where} needs deepytorch to be imported: it names what serves them"
+            f"{option}={value} needs deepytorch to be imported: it names what does that"
         )
-    importlib.import_module(_metrics).serve_when_known(where)
+    importlib.import_module(_reporters[option]).begin(value)
 
 
 def is_active() -> bool:

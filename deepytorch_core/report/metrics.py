@@ -211,7 +211,7 @@ _tried: tuple[str, int] | None = None  # what was asked for last, and the local 
 _served: _Server | None = None  # who serves that
 
 
-def serve_when_known(where: str) -> None:
+def begin(where: str) -> None:
     """`serve` as soon as this process is known to be a rank, and again where its rank changes.
 
     That is at once for whom a launcher gave a rank, else from the first group or optimizer step on.

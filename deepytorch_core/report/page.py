@@ -25,13 +25,20 @@ _PARTS = {
 Saved = Mapping[str, Any]
 
 
-def write(path: Path, reports: Mapping[str, Saved], comparisons: Sequence[Saved] = ()) -> None:
+def write(
+    path: Path,
+    reports: Mapping[str, Saved],
+    comparisons: Sequence[Saved] = (),
+    *,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
     """Write the page.
 
     Args:
         path: where to.
         reports: `deepytorch.report().to_dict()` of each rank, by the name to show.
         comparisons: what `deepytorch run --compare --json` wrote, of the same script.
+        origin: where the reports come from, as `run_folder` writes it.
     """
     body = [f'<p class="verdict">{html.escape(line)}</p>' for line in _against_stock(comparisons)]
     if reports:
@@ -48,6 +55,8 @@ def write(path: Path, reports: Mapping[str, Saved], comparisons: Sequence[Saved]
     if len(reports) > 1:
         name = html.escape(next(iter(reports)))
         body.append(f'<p class="note">Decisions, collectives and options are those of {name}.</p>')
+    if origin is not None:
+        body += ["<h2>Where this comes from</h2>", _origin(origin)]
     html_page.write(
         path, title="deepytorch: report of a run", heading="Report of a run", body="\n".join(body)
     )
@@ -248,6 +257,20 @@ def _collectives(rows: Sequence[Saved]) -> str:
             for row in rows
         ],
     )
+
+
+def _origin(origin: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    rows = [
+        ("script", str(origin["script"])),
+        ("commit of the script", origin["script_commit"] or "it is in no repository"),
+        ("command", origin["command"]),
+        ("ranks", str(origin["ranks"])),
+        ("machine", origin["machine"]["name"]),
+        ("versions", versions),
+        ("commit of deepytorch", origin["commit"]),
+    ]
+    return html_page.fields(rows)
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -191,10 +191,15 @@ def lines(found: Saved) -> Iterator[str]:
     yield f"  assumed: {_assumed(found)}"
 
 
+def of_slowest(reports: Sequence[Saved]) -> dict[str, Any]:
+    """Return the forecast of the rank whose steps take longest."""
+    every = [forecast(one) for one in reports]
+    return max(every, key=lambda one: one["step_ms"] if one["known"] else -1.0)
+
+
 def section(reports: Sequence[Saved]) -> str:
     """The forecast of a page: of the rank whose steps take longest."""
-    every = [forecast(one) for one in reports]
-    found = max(every, key=lambda one: one["step_ms"] if one["known"] else -1.0)
+    found = of_slowest(reports)
     if not found["known"]:
         return f'<p class="note">Not known: {html.escape(found["reason"])}.</p>'
     cells = [

@@ -30,7 +30,6 @@ from deepytorch_core.compile import (
     policies,
     regions,
     replay,
-    undecided,
 )
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.guard import loans, recorder
@@ -330,49 +329,6 @@ def test_compile_tries_replayed_passes_after_compiling(
             torch.testing.assert_close(mine, other)
         engine.undo(model)
         assert "_compiled_call_impl" not in vars(model)
-        torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("counting")
-def test_what_is_known_waits_until_passes_are_what_they_will_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(capturing, "Recorder", Emulated)
-    monkeypatch.setattr(capture, "Recorder", Emulated)
-    for patience in ("off", "auto"):
-        options = Options(
-            profile=str(tmp_path / "p.json"), patience=patience, log="error", tune="auto"
-        )
-        monkeypatch.setattr(config, "_current", options)
-        monkeypatch.setattr(decisions, "_made", [])
-        clock = Clock(1.0, 0.5)
-        monkeypatch.setattr(compilation, "time", clock)
-        monkeypatch.setattr(capturing, "time", clock)
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
-        clock.model = deepytorch.compile(model)
-        found: Any = engine.compilation_of(model)
-        num_open = 0 if patience == "off" else 17
-        settled_at = None
-        for number in range(130):
-            is_open = number < num_open
-            undecided.register(model, lambda is_open=is_open: is_open)  # type: ignore[misc]
-            model(torch.randn(4, 8)).square().mean().backward()
-            clock.step()
-            if is_open:
-                assert found._capturing is None
-                assert not found.regions
-            elif found.is_settled and settled_at is None:
-                settled_at = number
-        made = {one["what"]: one["reason"] for one in decisions.made()}
-        if num_open:
-            assert settled_at is not None
-            assert settled_at <= num_open + compilation.PATIENT_STEPS + 2
-            assert set(made.values()) == {"from the profile"}
-        assert found._capturing.is_replayed
-        undecided.register(model, None)
-        engine.undo(model)
         torch._dynamo.reset()
 
 

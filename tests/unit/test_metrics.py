@@ -153,8 +153,8 @@ def test_without_a_launcher_it_waits_for_a_group_or_a_step(
             launched.setenv("RANK", "0")
             launched.setenv("WORLD_SIZE", "1")
             launched.setattr(metrics.multiprocessing, "parent_process", object)
-            metrics.serve_when_known(str(port))  # a child of a rank's
-        metrics.serve_when_known(str(port))
+            metrics.begin(str(port))  # a child of a rank's
+        metrics.begin(str(port))
         assert capsys.readouterr().err == ""
         optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
         step_timer._stepped(optimizer, (), {})

@@ -47,6 +47,7 @@ OPTIONS: dict[str, Any] = {
     "ifname": None,
     "compile_budget_s": 120.0,
     "metrics": None,
+    "report": None,
 }
 OUR_VARIABLES = {
     "DEEPYTORCH_CACHE_DIR",
@@ -72,6 +73,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--nproc-per-node": None,
         "--nnodes": None,
         "--module": False,
+        "--report": None,
         "--compare": False,
         "--steps": 60,
         "--rounds": 2,
