@@ -60,10 +60,10 @@ def _leave() -> None:
     try:
         page = write(_folder)
     except Exception as error:  # whatever it is, the run itself has done its work
-        say(f"report={_folder}: {type(error).__name__}: {error}", level="warning")
+        say(f"report={_folder} is left out: {type(error).__name__}: {error}", level="warning")
         return
     if global_rank() == 0:
-        say(f"report: {page}")
+        say(f"the report of this run: {page}")
 
 
 def write(folder: Path) -> Path:

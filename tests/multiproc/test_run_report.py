@@ -65,7 +65,7 @@ def test_ranks_make_one_report(run, tmp_path):
     os.utime(left, (1e9, 1e9))
     status, said = run("--nproc-per-node", "2", "--report", "report")
     assert status == 0, said
-    assert said.count("report: ") == 1
+    assert said.count("the report of this run: ") == 1
     whole = json.loads((folder / "report.json").read_text())
     assert list(whole["ranks"]) == ["0", "1"]
     assert "known" in whole["will_it_scale"]
@@ -98,7 +98,7 @@ def test_one_process_leaves_one_also_where_the_script_fails(run, tmp_path):
     whole = json.loads((tmp_path / "report" / "report.json").read_text())
     assert list(whole["ranks"]) == ["0"]
     assert whole["ranks"]["0"]["course"]["steps"] == 12
-    assert said.count("report: ") == 1
+    assert said.count("the report of this run: ") == 1
 
 
 def test_a_commit_of_the_script_is_its_repositorys(run, tmp_path):
