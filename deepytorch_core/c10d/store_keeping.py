@@ -22,7 +22,7 @@ from typing import Any
 from deepytorch_core.base import unlisted
 from deepytorch_core.base.console import say
 from deepytorch_core.base.patching import Patches
-from deepytorch_core.hang import live, store_limit
+from deepytorch_core.hang import store_limit
 
 LIMIT_S = 30.0
 """So long the store outlives the default group of the rank that serves it, at most."""
@@ -124,6 +124,8 @@ def join(store: Any) -> Callable[[], None]:
 
 def _wait_at_end() -> None:
     """Before this process ends: the store goes with it. One that has failed waits for nobody."""
+    from deepytorch_core.hang import live  # not above: `import deepytorch` would take twice as long
+
     mine = _keeper
     if mine is None or mine.pid != os.getpid() or mine.store is None or _has_failed():
         return
