@@ -176,18 +176,37 @@ def libraries() -> dict[str, str]:
 def commit() -> str:
     """Short hash of the source tree, "-dirty" with uncommitted code; else the package version."""
     try:
-        top = _git("rev-parse", "--show-toplevel")
+        top = _git(_SOURCE, "rev-parse", "--show-toplevel")
         # Installed inside another project's repository, that one's commit would be a lie.
         if Path(top).resolve() != _SOURCE:
             return f"v{distribution.version()}"
-        dirty = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
-        return _git("rev-parse", "--short=9", "HEAD") + ("-dirty" if dirty else "")
+        what = ("--untracked-files=no", "--", ".", *_NOT_CODE)
+        dirty = _git(_SOURCE, "status", "--porcelain", *what)
+        return _git(_SOURCE, "rev-parse", "--short=9", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.SubprocessError):
         return f"v{distribution.version()}"
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(_SOURCE), *arguments]
+def commit_of(path: str, folder: Path, *, is_top: bool = False) -> str:
+    """Return the commit of the repository that a folder is in; "" where it is in none.
+
+    Args:
+        path: of a file, from the folder; where it is changed the commit ends in "-dirty".
+        folder: anywhere in the repository.
+        is_top: whether the folder has to be the repository's own.
+    """
+    try:
+        top = Path(_git(folder, "rev-parse", "--show-toplevel"))
+        if is_top and top.resolve() != folder.resolve():
+            return ""
+        is_dirty = bool(_git(folder, "status", "--porcelain", "--", path))
+        return _git(folder, "rev-parse", "HEAD") + ("-dirty" if is_dirty else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
     return done.stdout.strip()
 

@@ -80,7 +80,7 @@ class Readiness(Protocol):
 
 
 _sizes: weakref.WeakKeyDictionary[nn.Module, Sizes] = weakref.WeakKeyDictionary()
-# Who wants few, by name; sizes may be registered later, when a model begins to train packed.
+# The names of those that want few. Sizes may be registered later, when a model trains packed.
 _wishes: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 

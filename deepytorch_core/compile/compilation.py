@@ -5,7 +5,7 @@ one is faster beyond the noise, with as many tokens. Every step is one of the tr
 take the same way: they count their forward passes alike, and decide from the slowest rank's times.
 None waits for that: steps go on until all have answered (`Ranks.ask`).
 
-Where other processes compile (`ahead`), replays of eager passes as CUDA graphs are tried first. If
+Replays of eager passes as CUDA graphs are tried first, if other processes compile (`ahead`). If
 they are faster the training waits in them, and compiled code is replayed in the turns, too.
 """
 

@@ -22,7 +22,7 @@ FASTER, SLOWER, UNDECIDED = "faster", "slower", "not faster beyond the noise"
 MOST_STEPS = 2 * BLOCK * LOOKS[-1]
 """After how many measured steps it is decided at the latest."""
 LEAST_COUNTED = (BLOCK - 1) * LOOKS[0]
-"""Of how many steps of each way times are needed before anything is decided."""
+"""Each way needs the times of so many steps before anything is decided."""
 
 
 def is_candidates(measured: int) -> bool:

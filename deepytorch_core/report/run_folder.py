@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,6 @@ from deepytorch_core.base import config, provenance
 from deepytorch_core.base.console import global_rank, has_joined, say
 from deepytorch_core.metering import step_timer
 
-_GIT_S = 5.0
 # Between this machine and the one that keeps the folder.
 _CLOCKS_APART_S = 1.0
 _folder: Path | None = None
@@ -112,33 +110,14 @@ def _provenance() -> dict[str, Any]:
     words = list(sys.orig_argv)
     # `deepytorch run` starts the script by a program of its own.
     words = [word for word in words if not word.endswith(os.path.join("cli", "runner.py"))]
-    script = str(getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0])
+    script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0])
     return {
         "script": script,
-        "script_commit": _commit_of(script),
+        "script_commit": provenance.commit_of(script, Path(script).parent) or None,
         "command": shlex.join(words),
         "ranks": config.world_size(),
         **provenance.provenance(),
     }
-
-
-def _commit_of(script: str) -> str | None:
-    """Return the commit of the repository that the script is in, or None if it is in none."""
-    git = ["git", "-C", os.path.dirname(os.path.abspath(script))]
-    try:
-        done = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=_GIT_S, check=True
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--", script],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() + ("-dirty" if changed.stdout.strip() else "")
 
 
 def _replace(path: Path, content: Mapping[str, Any]) -> None:

@@ -56,6 +56,15 @@ class Clock:
         self.now += took_s * self._numbers.gauss(1.0, self._noise)
 
 
+@pytest.fixture(autouse=True)
+def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is known, and nothing speaks against graphs."""
+    monkeypatch.setattr(capture, "why_not", lambda root: None)
+    monkeypatch.setattr(decisions, "_made", [])
+    options = Options(profile=str(tmp_path / "profile.json"), log="error")
+    monkeypatch.setattr(config, "_current", options)
+
+
 @pytest.mark.parametrize(
     ("replayed_s", "noise", "steps", "chosen", "reason"),
     [
@@ -67,7 +76,6 @@ class Clock:
 )
 def test_it_ends_as_soon_as_more_steps_would_tell_nothing(
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
     replayed_s: float,
     noise: float,
     steps: int,
@@ -77,10 +85,6 @@ def test_it_ends_as_soon_as_more_steps_would_tell_nothing(
     clock = Clock(replayed_s, noise)
     monkeypatch.setattr(capturing, "time", clock)
     monkeypatch.setattr(capturing, "Capture", Never)
-    monkeypatch.setattr(capture, "why_not", lambda root: None)
-    monkeypatch.setattr(decisions, "_made", [])
-    options = Options(profile=str(tmp_path / "profile.json"), log="error")
-    monkeypatch.setattr(config, "_current", options)
     ways: list[bool] = []
     trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
     taken = 0
@@ -108,16 +112,12 @@ class Waiting(Never):
 
 
 def test_a_models_trunk_is_tried_where_the_whole_waits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(0.8, 0.01)
     monkeypatch.setattr(capturing, "time", clock)
     monkeypatch.setattr(capturing, "Capture", Waiting)
     monkeypatch.setattr(Waiting, "tried", [])
-    monkeypatch.setattr(capture, "why_not", lambda root: None)
-    monkeypatch.setattr(decisions, "_made", [])
-    options = Options(profile=str(tmp_path / "profile.json"), log="error")
-    monkeypatch.setattr(config, "_current", options)
     trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
     whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
     ways: list[bool] = []
@@ -145,16 +145,12 @@ class Growing(Never):
 
 @pytest.mark.parametrize("captured_after", [40, 10_000])
 def test_steps_without_a_graph_say_nothing_of_replays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, captured_after: int
+    monkeypatch: pytest.MonkeyPatch, captured_after: int
 ) -> None:
     clock = Clock(0.6, 0.01)
     monkeypatch.setattr(capturing, "time", clock)
     monkeypatch.setattr(capturing, "Capture", Growing)
     monkeypatch.setattr(Growing, "captured_after", captured_after)
-    monkeypatch.setattr(capture, "why_not", lambda root: None)
-    monkeypatch.setattr(decisions, "_made", [])
-    options = Options(profile=str(tmp_path / "profile.json"), log="error")
-    monkeypatch.setattr(config, "_current", options)
     ways: list[bool] = []
     trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
     number = 0
@@ -168,7 +164,7 @@ def test_steps_without_a_graph_say_nothing_of_replays(
 
 
 def test_nothing_is_replayed_that_hardly_ever_could_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Rarely(Never):
         calls = 0
@@ -181,10 +177,6 @@ def test_nothing_is_replayed_that_hardly_ever_could_be(
     clock = Clock(0.6, 0.01)
     monkeypatch.setattr(capturing, "time", clock)
     monkeypatch.setattr(capturing, "Capture", Rarely)
-    monkeypatch.setattr(capture, "why_not", lambda root: None)
-    monkeypatch.setattr(decisions, "_made", [])
-    options = Options(profile=str(tmp_path / "profile.json"), log="error")
-    monkeypatch.setattr(config, "_current", options)
     trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7)
     while not trial.is_settled:
         trial.on_forward(True)
@@ -194,13 +186,9 @@ def test_nothing_is_replayed_that_hardly_ever_could_be(
 
 
 def test_the_next_run_knows_at_once_what_was_found_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capturing, "Capture", Waiting)
-    monkeypatch.setattr(capture, "why_not", lambda root: None)
-    monkeypatch.setattr(decisions, "_made", [])
-    options = Options(profile=str(tmp_path / "profile.json"), log="error")
-    monkeypatch.setattr(config, "_current", options)
 
     def tried() -> tuple[int, list[nn.Module]]:
         clock = Clock(0.8, 0.01)

@@ -1,4 +1,4 @@
-"""What the profile knows of a model's passes is used once they are what they will be."""
+"""The profile's facts of a model's passes are used once these are what they will be."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from deepytorch.cli.bench_scripts import runs
 from deepytorch.workloads import scripts
 from deepytorch.workloads.scripts import SCRIPTS, images, text
 from deepytorch.workloads.scripts.script import OUT, SIZES, Script, call
+from deepytorch_core.base import provenance
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import SCRIPT_FIELDS
 from deepytorch_core.compare.result import STOCK, Sample
@@ -138,7 +139,7 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing" / "train.py").write_text("")
     assert list(runs.left_out([script], tmp_path)) == [(script, "not installed: no_such_package")]
-    assert runs.commit_of(tmp_path / "thing", "train.py") == ""
+    assert provenance.commit_of("train.py", tmp_path / "thing", is_top=True) == ""
 
 
 def run(arm: str, step_s: Sequence[float], losses: Sequence[float], kept: int = 0) -> Sample:

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import math
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepytorch.cli import compare, launcher
 from deepytorch.workloads.scripts.script import Call, Script, Size, call
-from deepytorch_core.base import config
+from deepytorch_core.base import config, provenance
 from deepytorch_core.base.errors import CompareError
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.compare.plan import MIN_STEPS, UNTIMED_STEPS
@@ -113,7 +112,7 @@ def measure(
                 samples.append(compare.run_once(job, arm, remarks))
         except CompareError as error:
             remarks.append(f"{NUDGED}: {error}")
-    commit = commit_of(checkout, script.path)
+    commit = provenance.commit_of(script.path, checkout, is_top=True)
     # The scratch folder goes, with all that a script makes there.
     left = tuple(one for one in dict.fromkeys(remarks) if str(scratch) not in one)
     return Row(script, size, commit, tuple(samples), left)
@@ -128,23 +127,6 @@ def common(samples: Sequence[Sample]) -> list[Sample]:
         )
         for one in samples
     ]
-
-
-def commit_of(checkout: Path, path: str) -> str:
-    """Return the commit of a checkout, "-dirty" where the script is changed; "" without git."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(checkout), *arguments]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-        return done.stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != checkout.resolve():
-            return ""
-        is_dirty = bool(git("status", "--porcelain", "--", path))
-        return git("rev-parse", "HEAD") + ("-dirty" if is_dirty else "")
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def left_out(scripts: Sequence[Script], checkouts: Path) -> Iterator[tuple[Script, str]]:
