@@ -27,6 +27,7 @@ LAUNCHED = "launched"
 REPLAYED = "replayed"
 TRUNK = "trunk"  # of an earlier run, in the profile: the whole can't be replayed, its trunk may be
 FROM_PROFILE = "from the profile"
+_OF_ENTRIES = ("chosen", "reason", "times_ms")
 REASONS = {
     turns.FASTER: "faster than launched",
     turns.SLOWER: "launched is faster",
@@ -98,11 +99,12 @@ class Capturing:
         self._began: float | None = None
         self._num_captured = 0
         self._samples = turns.Samples()
+        self._entry: dict[str, Any] = {}  # what was decided, as the profile has it
 
     def _take(self, root: nn.Module) -> None:
         """Try it with that module's passes."""
         self._root = root
-        self._what = f"CUDA graphs of {type(root).__name__}"
+        self._what = _name(root)
 
     @property
     def is_replayed(self) -> bool:
@@ -117,6 +119,17 @@ class Capturing:
     def replays(self, variant: Hashable) -> bool:
         """Whether some kind of call is replayed that way; it need not be what was decided."""
         return self._capture is not None and self._capture.replays(variant)
+
+    def confirm(self) -> None:
+        """Let replays stay that were decided for a while, with the graphs that there are."""
+        self._is_provisional = self.is_paused = False
+        times_ms = self._entry["times_ms"]
+        decisions.record(self._what, REPLAYED, self._entry["reason"], times_ms=times_ms)
+        num_ranks = self._ranks(self._what).size
+        if self._root is not self._whole:
+            why = f"{type(self._root).__name__} in it is"
+            self._keep(num_ranks, self._whole, {"chosen": TRUNK, "reason": why, "times_ms": {}})
+        self._keep(num_ranks, self._root, self._entry)
 
     def undo(self) -> None:
         """Give the model everything back."""
@@ -177,7 +190,8 @@ class Capturing:
         ranks = self._ranks(self._what)
         known = None
         if config.current().tune != "force":
-            known = guard.profile.find(self._key(ranks.size))
+            known = guard.profile.find(self._key(ranks.size, self._root))
+        self._entry = {name: known[name] for name in _OF_ENTRIES} if known else {}
         own = (known and known["chosen"], capture.why_not(self._root))
         self._asking.ask(ranks.ask("start", own), self._start)
 
@@ -205,9 +219,9 @@ class Capturing:
             if chosen == REPLAYED:
                 self._finish(REPLAYED, FROM_PROFILE)
 
-    def _key(self, world_size: int) -> dict[str, Any]:
-        facts = {"module": guard.fingerprint(self._root)}
-        what = f"{self._what}, for a while" if self._is_provisional else self._what
+    def _key(self, world_size: int, root: nn.Module) -> dict[str, Any]:
+        facts = {"module": guard.fingerprint(root)}
+        what = f"{_name(root)}, for a while" if self._is_provisional else _name(root)
         return guard.profile.key(what, facts, world_size=world_size)
 
     def _look(self, *, is_last: bool) -> None:
@@ -232,14 +246,14 @@ class Capturing:
         chosen = REPLAYED if verdict == turns.FASTER else LAUNCHED
         reason = REASONS[verdict]
         self._finish(chosen, reason, times_ms)
+        rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
+        self._entry = {"chosen": chosen, "reason": reason, "times_ms": rounded}
         if verdict != turns.UNDECIDED:
-            rounded = {name: round(ms, 4) for name, ms in times_ms.items()}
-            self._keep(len(answers), chosen, reason, rounded)
+            self._keep(len(answers), self._root, self._entry)
 
-    def _keep(self, num_ranks: int, chosen: str, reason: str, times_ms: dict[str, float]) -> None:
+    def _keep(self, num_ranks: int, root: nn.Module, entry: dict[str, Any]) -> None:
         if console.global_rank() == 0:
-            entry = {"chosen": chosen, "reason": reason, "times_ms": times_ms}
-            guard.profile.keep(self._key(num_ranks), entry)
+            guard.profile.keep(self._key(num_ranks, root), entry)
 
     def _fail(self, problem: str) -> None:
         """Go on with the model's trunk, where that was not tried; else passes are launched."""
@@ -248,7 +262,8 @@ class Capturing:
             self._finish(LAUNCHED, problem)
             return
         if self._capture is not None and problem == self._capture.failure:
-            self._keep(self._ranks(self._what).size, TRUNK, problem, {})
+            entry = {"chosen": TRUNK, "reason": problem, "times_ms": {}}
+            self._keep(self._ranks(self._what).size, self._root, entry)
         console.say(
             f"{self._what}: {problem}; {type(trunk).__name__} in it is tried", level="debug"
         )
@@ -277,3 +292,7 @@ class Capturing:
         self._on = is_on
         self._switch(is_on)
         capture.use_few_sizes(self._whole, is_on, by="replays")
+
+
+def _name(root: nn.Module) -> str:
+    return f"CUDA graphs of {type(root).__name__}"

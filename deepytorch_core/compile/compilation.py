@@ -5,8 +5,8 @@ one is faster beyond the noise, with as many tokens. Every step is one of the tr
 take the same way: they count their forward passes alike, and decide from the slowest rank's times.
 None waits for that: steps go on until all have answered (`Ranks.ask`).
 
-Replays of eager passes as CUDA graphs are tried first, if other processes compile (`ahead`). If
-they are faster the training waits in them, and compiled code is replayed in the turns, too.
+Replays of eager passes are tried first, if other processes compile (`ahead`). If they are faster,
+compiled code is replayed in the turns, too.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class Compilation:
         self._early: Capturing | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
-        self._is_whole = True
-        self._tokens = 1
-        self._num_made = 0
+        self._is_whole, self._tokens, self._num_made = True, 1, 0
         self._num_settling = 0  # steps until all sizes have their code
         self._samples = turns.Samples()
         self._lower: Callable[[], None] = lambda: None
@@ -183,8 +181,7 @@ class Compilation:
                 self._on_captured(self._capturing.is_replayed)
         else:
             self._on_step()
-        self._tokens = turns.tokens_in(args, kwargs)
-        self._is_whole = True
+        self._tokens, self._is_whole = turns.tokens_in(args, kwargs), True
         self.phases.enter(None if self.is_settled else self._phase())
 
     def _phase(self) -> str:
@@ -471,11 +468,9 @@ class Compilation:
         found = regions.find(self._root)
         if is_in_parts or (known and not any(one.name in known for one in found)):
             found = regions.parts(self._root)
+        tried = [policies.tried(self.policy, known.get(one.name), self._device) for one in found]
         self.regions += install(
-            [
-                (one, policies.tried(self.policy, known.get(one.name), self._device))
-                for one in found
-            ],
+            list(zip(found, tried, strict=True)),
             budget_s=self._budget_s,
             is_on=self._is_compiled,
             is_made=is_made,
@@ -511,12 +506,18 @@ class Compilation:
     def _finish(
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
     ) -> None:
-        was_replaying = are_both = self._is_replaying
-        if self._early is not None:
+        early, self._early = self._early, None
+        was_replaying = are_both = early is not None and early.is_replayed
+        if early is not None and was_replaying and chosen == EAGER:
+            self._capturing = early  # nothing is left to be found: eager passes stay replayed
+            self._conclude(chosen, reason, times_ms)
+            early.confirm()
+            self._stop()
+            return
+        if early is not None:
             # Code that can't be replayed was launched in its turns, and may still have won.
-            are_both = was_replaying and self._early.replays(True)
-            self._early.undo()
-            self._early = None
+            are_both = was_replaying and early.replays(True)
+            early.undo()
             torch.cuda.empty_cache()  # what its graphs have left
         is_open = reason in (reasons.UNDECIDED, reasons.SLOWER) and not was_replaying
         if is_open and times_ms and self._may_capture():
@@ -575,8 +576,7 @@ class Compilation:
         entry = outcome.entry(
             self.regions, chosen, reason, times_ms, was_helped=self._was_helped, phases=self.phases
         )
-        # The next run measures again what the noise has hidden, and tries what was late.
-        is_final = reason != reasons.UNDECIDED and not outcome.is_late(self.regions)
+        is_final = outcome.is_final(self.regions, reason, times_ms)
         self._kept.keep(entry, num_ranks=self._ranks().size, is_final=is_final)
 
     def _may_capture(self) -> bool:
@@ -596,5 +596,4 @@ class Compilation:
 
     @property
     def _device(self) -> torch.device:
-        parameter = next(self._root.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
+        return next((one.device for one in self._root.parameters()), torch.device("cpu"))

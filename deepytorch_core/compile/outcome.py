@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepytorch_core.compile import reasons
 from deepytorch_core.compile.phases import Phases
 from deepytorch_core.compile.policies import EAGER
 from deepytorch_core.compile.region import CompiledRegion
 
 LATE = "helpers have not compiled it in time"
+# A gain that noise hides is looked for again if it may be larger: a trial takes a minute.
+_LEAST_HIDDEN = 0.05
 
 
 def chosen(regions: Sequence[CompiledRegion], default: str) -> str:
@@ -27,9 +30,17 @@ def dropped(regions: Sequence[CompiledRegion]) -> dict[str, str]:
     }
 
 
-def is_late(regions: Sequence[CompiledRegion]) -> bool:
-    """Whether a part runs eagerly because some rank's helpers were late with it."""
-    return any(one.failure is not None and one.failure.endswith(LATE) for one in regions)
+def is_final(regions: Sequence[CompiledRegion], reason: str, times_ms: Mapping[str, float]) -> bool:
+    """Whether the next run takes the outcome over.
+
+    It measures again where noise may have hidden a gain that is worth a trial, and tries what
+    helpers were late with.
+    """
+    if any(one.failure is not None and one.failure.endswith(LATE) for one in regions):
+        return False
+    if reason != reasons.UNDECIDED or EAGER not in times_ms:
+        return reason != reasons.UNDECIDED
+    return min(times_ms.values()) >= (1 - _LEAST_HIDDEN) * times_ms[EAGER]
 
 
 def give_up_alike(regions: Sequence[CompiledRegion], failures: Sequence[Mapping[str, str]]) -> None:

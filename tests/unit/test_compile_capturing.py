@@ -216,6 +216,49 @@ def test_the_next_run_knows_at_once_what_was_found_for_a_while(
     assert len(Waiting.tried) == 1  # the whole isn't captured again in vain
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["measured", "from the profile"])
+def test_what_was_found_for_a_while_stays_with_its_graphs(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing, "Capture", Waiting)
+
+    def settled(*, is_provisional: bool) -> tuple[int, capturing.Capturing]:
+        clock = Clock(0.8, 0.01)
+        monkeypatch.setattr(capturing, "time", clock)
+        monkeypatch.setattr(Waiting, "tried", [])
+        trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
+        whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
+        ways: list[bool] = []
+        trial = capturing.Capturing(
+            whole, tokens=lambda: 7, switch=ways.append, is_provisional=is_provisional
+        )
+        number = 0
+        while not trial.is_settled:
+            trial.on_forward(True)
+            clock.step(ways[-1])
+            number += 1
+        return number, trial
+
+    if is_known:
+        settled(is_provisional=True)
+    _, trial = settled(is_provisional=True)
+    num_tried = len(Waiting.tried)
+    trial.is_paused = True
+    trial.confirm()
+    assert trial.is_replayed
+    assert not trial.is_paused
+    assert len(Waiting.tried) == num_tried
+    (decision,) = decisions.made()
+    assert (decision["what"], decision["chosen"]) == ("CUDA graphs of Sequential", "replayed")
+    assert decision["reason"] == "faster than launched"
+    assert decision["times_ms"]["replayed"] == pytest.approx(800, rel=0.05)
+    # The next run takes it over, in its first step and without a look at the whole.
+    number, following = settled(is_provisional=False)
+    assert number == 1
+    assert following.is_replayed
+    assert [type(one) for one in Waiting.tried] == [nn.Sequential]
+
+
 def test_few_sizes_are_used_by_who_asked_before_there_were_any() -> None:
     class Sizes:
         are_few, is_shared, num_tokens, state = True, False, None, None

@@ -13,7 +13,7 @@ import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
-from deepytorch_core.compile import compilation, kept, policies, undecided
+from deepytorch_core.compile import compilation, kept, outcome, policies, reasons, undecided
 
 
 @pytest.mark.parametrize("chosen", ["aot-eager", "eager"])
@@ -50,3 +50,20 @@ def test_what_is_known_waits_until_passes_are_what_they_will_be(
     undecided.register(model, None)
     engine.undo(model)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("reason", "times_ms", "is_final"),
+    [
+        (reasons.FASTER, {"eager": 2.0, "inductor": 1.0}, True),
+        (reasons.SLOWER, {"eager": 1.0, "inductor": 2.0}, True),
+        (reasons.UNDECIDED, {"eager": 1.0, "inductor": 0.97}, True),
+        (reasons.UNDECIDED, {"eager": 1.0, "inductor": 1.4}, True),
+        (reasons.UNDECIDED, {"eager": 1.0, "inductor": 0.9}, False),
+        (reasons.UNDECIDED, {}, False),
+    ],
+)
+def test_a_gain_that_noise_may_hide_is_looked_for_again_if_it_may_be_large(
+    reason: str, times_ms: dict[str, float], is_final: bool
+) -> None:
+    assert outcome.is_final([], reason, times_ms) == is_final

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves as leaves
 
-from deepytorch_core.compile import capture, module_state
+from deepytorch_core.compile import capture, module_state, seam
 from deepytorch_core.compile.capture import Watch
 
 
@@ -84,6 +84,21 @@ def test_compile_knows_a_state_that_comes_back() -> None:
         net.settings.heat = heat * float("1.0")
         seen.append(states.now())
     assert seen == [0, 1, 0, 2, 1, 3]
+
+
+def test_compile_knows_a_module_whose_parts_are_compiled_for_a_while() -> None:
+    net = Net()
+    states = module_state.States(net)
+    before = states.now()
+    opened: Any = seam.opened(net.inner[0])
+    opened.region = net.inner[0].forward
+    assert states.now() == before
+    net.heat = 2.0
+    assert states.now() != before
+    net.heat = 1.0
+    opened.region = None
+    seam.close(net.inner[0])
+    assert states.now() == before
 
 
 @pytest.mark.parametrize("make", [lambda: torch.zeros(2), lambda: [torch.zeros(2)], lambda: Net])
