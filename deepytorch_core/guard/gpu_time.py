@@ -43,6 +43,14 @@ def clock_for(module: nn.Module, call: Call, ranks: guard.Ranks) -> guard.Clock:
             problem = guard.first_line(error)
     if ranks.first_problem(problem) is None:
         return functools.partial(_replayed, recorder, module)
+    return launched_ahead(device)
+
+
+def launched_ahead(device: torch.device) -> guard.Clock:
+    """Return a clock of a call that is launched while the GPU is kept busy with something else.
+
+    It is for calls that can't be captured, or would compute something else if they were.
+    """
     return functools.partial(_launched_ahead, device)
 
 

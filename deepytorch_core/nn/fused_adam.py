@@ -237,6 +237,14 @@ def _is_scalar(tensor: Tensor, like: Tensor) -> bool:
     return is_one and type(tensor) is Tensor and tensor.device == like.device
 
 
+def is_known(dtype: torch.dtype, weight_decay: float, *, is_decoupled: bool) -> bool:
+    """Whether the kernel's arithmetic is torch's to the last bit, nearly everywhere.
+
+    torch's sum of a float32 gradient and its decay has another one in one element of twenty.
+    """
+    return dtype != torch.float32 or not weight_decay or is_decoupled
+
+
 def is_looked_at() -> bool:
     """Whether calls are traced, transformed or looked at, or torch would refuse them."""
     return bool(
@@ -255,6 +263,8 @@ def is_taken(
     launch: Callable[..., None],
     lists: Sequence[Sequence[Tensor]],
     settings: Mapping[str, Any],
+    *,
+    is_decoupled: bool,
 ) -> bool:
     """Take a call of `torch._fused_adamw_` or `torch._fused_adam_`, unless it is torch's.
 
@@ -263,6 +273,7 @@ def is_taken(
         launch: `adam_kernels.launch`, with what is said of neither call.
         lists: what torch's functions take before their settings.
         settings: these, by name.
+        is_decoupled: whether it is the former, whose decay goes past the gradient.
 
     Returns whether it is done: False leaves everything as it is, and waits for nothing.
     """
@@ -282,6 +293,8 @@ def is_taken(
     if not all(isinstance(one, float | int) for one in numbers.values()):
         return False
     if numbers["eps"] < LEAST_EPS:
+        return False
+    if not is_known(parameter.dtype, numbers["weight_decay"], is_decoupled=is_decoupled):
         return False
     given = settings.get("grad_scale"), settings.get("found_inf")
     if not all(one is None or _is_scalar(one, parameter) for one in given):
@@ -303,6 +316,7 @@ def is_taken(
         betas=betas,
         weight_decay=float(numbers["weight_decay"]),
         eps=float(numbers["eps"]),
+        is_decoupled=is_decoupled,
         is_maximized=bool(settings["maximize"]),
         grad_scale=given[0],
         found_inf=given[1],

@@ -65,11 +65,13 @@ class Probe:
         module: its parameters' gradients are compared.
         target: what a kernel is applied to, as it is applied to a place's targets.
         run: forward and backward, the same each time; returns what else is compared.
+        clock: as `guard.Trial` has it.
     """
 
     module: nn.Module
     target: Any
     run: Callable[[], Any]
+    clock: Callable[[Callable[[], object], guard.Ranks], guard.Clock] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,13 @@ def _chosen(place: Place, kernels: list[Kernel], setting: Setting, mode: str) ->
             return made.run()
 
     candidates = [_candidate(kernel, probe, setting) for kernel in kernels]
-    trial = Trial(module=probe.module, run=run, dtype=setting.autocast, budget_s=BUDGET_S)
+    trial = Trial(
+        module=probe.module,
+        run=run,
+        dtype=setting.autocast,
+        budget_s=BUDGET_S,
+        clock=probe.clock,
+    )
     try:
         if mode == "on":
             name = _first_exact(place, candidates, trial)

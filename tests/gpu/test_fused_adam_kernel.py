@@ -145,7 +145,9 @@ def test_steps_are_torchs(
             optimizer.step()
             schedule.step()
         both.append(results(own, optimizer))
-        assert len(launches) == (2 * NUM_STEPS if is_on else 0)
+        # The group whose decay goes into float32 gradients is torch's.
+        num_served = 1 if name == "adam" and dtype == torch.float32 else 2
+        assert len(launches) == (num_served * NUM_STEPS if is_on else 0)
     assert_torchs(both[1], both[0])
 
 

@@ -139,7 +139,10 @@ def assert_same(ours: Any, theirs: Any) -> None:
     [
         lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
         lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), weight_decay=0.0, fused=True),
-        lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.95), fused=True),
+        lambda p: torch.optim.Adam(
+            p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True, fused=True
+        ),
         lambda p: torch.optim.Adam(p, lr=0.01, maximize=True, eps=1e-6, fused=True),
     ],
 )
@@ -272,7 +275,12 @@ def changed_state(own: list[nn.Parameter], optimizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [({"amsgrad": True}, torch.float32), ({"eps": 0.0}, torch.float32), ({}, torch.float64)],
+    [
+        ({"amsgrad": True}, torch.float32),
+        ({"eps": 0.0}, torch.float32),
+        ({"decoupled_weight_decay": False, "weight_decay": 0.1}, torch.float32),
+        ({}, torch.float64),
+    ],
 )
 def test_what_the_kernel_does_not_take_is_torchs(
     options: dict[str, Any], dtype: torch.dtype, served: FakeKernel
@@ -280,7 +288,8 @@ def test_what_the_kernel_does_not_take_is_torchs(
     own = [nn.Parameter(one.detach().to(dtype)) for one in parameters()]
     theirs = copy.deepcopy(own)
     for of, fused in ((own, True), (theirs, False)):
-        optimizer = torch.optim.AdamW(of, fused=fused, foreach=False, **options)
+        chosen = {"decoupled_weight_decay": True, "weight_decay": 0.01} | options
+        optimizer = torch.optim.Adam(of, fused=fused, foreach=False, **chosen)
         for one in of:
             one.grad = torch.ones_like(one)
         optimizer.step()
@@ -342,12 +351,8 @@ def test_tensors_that_do_not_fit_are_torchs(change: Any, served: FakeKernel) -> 
 
     def is_taken() -> bool:
         arguments = (*lists[:4], [], lists[4])
-        launch = functools.partial(
-            served.launch,
-            is_decoupled=True,
-            shape=types.SimpleNamespace(chunk=128),
-        )
-        return fused_adam.is_taken(known, launch, arguments, SETTINGS)
+        launch = functools.partial(served.launch, shape=types.SimpleNamespace(chunk=128))
+        return fused_adam.is_taken(known, launch, arguments, SETTINGS, is_decoupled=True)
 
     assert is_taken()
     change(lists)
@@ -459,6 +464,7 @@ def test_it_is_tried_on_tensors_of_its_own_and_kept_if_faster(
         ("amsgrad=True was asked for", lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True)),
         ("capturable=True was asked", lambda p: torch.optim.Adam(p, capturable=True, fused=True)),
         ("parameters are few", lambda p: torch.optim.Adam(p[:3], fused=True)),
+        ("torch's arithmetic", lambda p: torch.optim.Adam(p, weight_decay=0.1, fused=True)),
     ],
 )
 def test_optimizers_that_it_is_not_for_are_told(

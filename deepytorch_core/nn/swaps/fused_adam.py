@@ -90,7 +90,17 @@ class FusedAdam(Kernel):
                     return f"{name}=True was asked for"
         if any(type(one) not in (Tensor, nn.Parameter) for one in _trained(optimizer)):
             return "parameters are of a class of their own"
-        if not any(_is_large(group) for group in optimizer.param_groups):
+        served = [
+            (dtype, size)
+            for group in optimizer.param_groups
+            for dtype, size in _sizes(group, optimizer).items()
+        ]
+        if not served:
+            return "torch's arithmetic is another: AdamW's is known"
+        if not any(
+            dtype in fused_adam.DTYPES and size >= fused_adam.LEAST_ELEMENTS
+            for dtype, size in served
+        ):
             return "parameters are few"
         return None
 
@@ -102,14 +112,19 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _is_large(group: dict[str, Any]) -> bool:
+def _sizes(group: dict[str, Any], optimizer: Any) -> dict[torch.dtype, int]:
+    """Map dtypes to the numbers of elements that the kernel would update."""
     sizes: dict[torch.dtype, int] = {}
+    is_decoupled = _is_decoupled(group, optimizer)
     for one in group["params"]:
-        sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel()
-    return any(
-        dtype in fused_adam.DTYPES and size >= fused_adam.LEAST_ELEMENTS
-        for dtype, size in sizes.items()
-    )
+        if fused_adam.is_known(one.dtype, group["weight_decay"], is_decoupled=is_decoupled):
+            sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel()
+    return sizes
+
+
+def _is_decoupled(group: dict[str, Any], optimizer: Any) -> bool:
+    """Whether the decay goes past the gradient."""
+    return bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
 
 
 def _are_replicas(setting: Setting) -> bool:
@@ -136,13 +151,12 @@ class _Serving:
             self._known = fused_adam.Known(shape.chunk)
             self._patches = Patches()
             for name, is_decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
-                launch = functools.partial(
-                    adam_kernels.launch, is_decoupled=is_decoupled, shape=shape
-                )
+                launch = functools.partial(adam_kernels.launch, shape=shape)
+                is_taken = functools.partial(self.is_taken, launch, is_decoupled=is_decoupled)
                 self._patches.replace(
                     torch,
                     name,
-                    functools.partial(_replacing, self, launch),
+                    functools.partial(_replacing, is_taken),
                     why=WHY,
                     option=OPTION,
                 )
@@ -150,9 +164,11 @@ class _Serving:
         self._wanted.add(number)
         return functools.partial(self._end, number)
 
-    def is_taken(self, launch: Callable[..., None], lists: Any, settings: dict[str, Any]) -> bool:
+    def is_taken(
+        self, launch: Callable[..., None], lists: Any, settings: Any, *, is_decoupled: bool
+    ) -> bool:
         """See `deepytorch_core.nn.fused_adam.is_taken`."""
-        return fused_adam.is_taken(self._known, launch, lists, settings)
+        return fused_adam.is_taken(self._known, launch, lists, settings, is_decoupled=is_decoupled)
 
     def _end(self, number: int) -> None:
         if number in self._wanted:
@@ -162,10 +178,10 @@ class _Serving:
 
 
 def _replacing(
-    serving: _Serving, launch: Callable[..., None], original: Callable[..., Any]
+    is_taken: Callable[[Any, Any], bool], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
-        if fused_adam.is_looked_at() or not serving.is_taken(launch, args, kwargs):
+        if fused_adam.is_looked_at() or not is_taken(args, kwargs):
             return original(*args, **kwargs)
         return None
 
@@ -204,8 +220,7 @@ class _Group:
             [torch.empty_like(one, requires_grad=False) for one in self.start] for _ in range(2)
         ]
         self.steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in shapes]
-        is_decoupled = group.get("decoupled_weight_decay", type(optimizer) is AdamW)
-        self._name = "_fused_adamw_" if is_decoupled else "_fused_adam_"
+        self._name = "_fused_adamw_" if _is_decoupled(group, optimizer) else "_fused_adam_"
         beta1, beta2 = (float(one) for one in group["betas"])
         self._settings = {
             # A learning rate of a warm-up's start would hide what the kernel does.
@@ -269,7 +284,14 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
                 found += moments
         return found
 
-    return Probe(module, None, run)
+    return Probe(module, None, run, clock=lambda call, ranks: _clock(setting.device))
+
+
+def _clock(device: torch.device) -> guard.Clock:
+    """A step's launches come while the GPU is still busy with the backward pass."""
+    from deepytorch_core.guard import gpu_time  # importing it takes seconds
+
+    return gpu_time.launched_ahead(device)
 
 
 def _num_tried(device: torch.device) -> int:
