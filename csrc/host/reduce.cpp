@@ -1,5 +1,9 @@
 #include "host/reduce.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -17,13 +21,19 @@ struct Isa {
   bool (*is_supported)();
 };
 
+#if defined(__x86_64__)
+// Some compilers, clang 14 for one, don't know the name for __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 // From the narrowest to the widest.
 constexpr std::array kIsas = {
     Isa{"portable", find_portable_kernel, [] { return true; }},
 #if defined(__x86_64__)
-    Isa{"avx2",
-        find_avx2_kernel,
-        [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }},
+    Isa{"avx2", find_avx2_kernel, [] { return __builtin_cpu_supports("avx2") && has_f16c(); }},
     Isa{"avx512",
         find_avx512_kernel,
         [] {
