@@ -11,7 +11,7 @@
 #include "base/error.hpp"
 #include "base/log.hpp"
 #include "comm/measure.hpp"
-#include "comm/muster.hpp"
+#include "comm/rendezvous.hpp"
 #include "tuner/choose_device.hpp"
 
 namespace dpt {
@@ -264,13 +264,13 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
 bool GroupTuning::all_come(const RunContext& context, int bucket) {
   const int collective = context.operation.collective;
   const int place = collective * kNumBuckets + bucket;
-  static_assert(kNumCollectives * kNumBuckets <= Segment::kNumMusters);
+  static_assert(kNumCollectives * kNumBuckets <= Segment::kNumRendezvous);
   if (ranks_came_apart_) {
     decline(context, place);
     return false;
   }
   const Deadline patience(std::min(kPatience, context.wait.deadline.timeout() / 2));
-  if (muster(context, place, ++visits_[collective][bucket], patience)) return true;
+  if (rendezvous(context, place, ++visits_[collective][bucket], patience)) return true;
   ranks_came_apart_ = true;
   log(LogLevel::kInfo,
       context.wait.describe() +

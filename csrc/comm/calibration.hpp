@@ -80,7 +80,7 @@ class GroupTuning {
   void agree_on(const RunContext& context, const Terms& mine);
   Limits limits(const Segment& segment) const;
   Proposal propose(const Operation& operation, int bucket, const Segment& segment) const;
-  // Whether all ranks are here to measure; NOTE [Muster].
+  // Whether all ranks are here to measure; NOTE [Rendezvous].
   bool all_come(const RunContext& context, int bucket);
   void freeze(Collective collective, int bucket, Decision decision);
 

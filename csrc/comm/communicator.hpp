@@ -30,7 +30,7 @@
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
 #include "cuda/device_group.hpp"
-#include "staged/courier.hpp"
+#include "staged/internode_sender.hpp"
 #include "transport/shm/segment.hpp"
 #include "transport/tcp/tcp_transport.hpp"
 

@@ -24,12 +24,15 @@ class ChunkOf {
 constexpr int kCopiesAtOnce = 8;
 constexpr int kReductionsAtOnce = 2;
 
-// Calls visit(i) for the squad's vectors of `count`, `kAtOnce` of a thread in a row: first all
+// Calls visit(i) for the workers's vectors of `count`, `kAtOnce` of a thread in a row: first all
 // their loads, then all their stores.
 template <int kAtOnce, typename Value, typename Load, typename Store>
-DPT_DEVICE void for_each_vector(const Squad& squad, uint32_t count, Load load, Store store) {
-  const uint32_t stride = squad.num_threads;
-  for (uint32_t first = squad.thread; first < count; first += kAtOnce * stride) {
+DPT_DEVICE void for_each_vector(const WorkerGroup& workers,
+                                uint32_t count,
+                                Load load,
+                                Store store) {
+  const uint32_t stride = workers.num_threads;
+  for (uint32_t first = workers.thread; first < count; first += kAtOnce * stride) {
     Value values[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -61,30 +64,33 @@ DPT_DEVICE void store_chunk(uint4* to, const Vector& value, uint64_t left, bool 
 
 // The caller's memory -> a slot, or a landing.
 DPT_DEVICE void push_chunk(
-    const Squad& squad, const char* from, uint64_t bytes, uint4* to, bool lands = false) {
+    const WorkerGroup& workers, const char* from, uint64_t bytes, uint4* to, bool lands = false) {
   const uint32_t plain = num_plain(address_of(from), bytes);
   const auto* const vectors = reinterpret_cast<const uint4*>(from);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, uint4& value) { value = vectors[i]; },
       [&](uint32_t i, const uint4& value) { to[i] = value; });
-  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     store_chunk(to + i, load_user<Vector>(from + at, bytes - at), bytes - at, lands);
   }
 }
 
 // A slot -> the caller's memory.
-DPT_DEVICE void collect_chunk(const Squad& squad, const uint4* from, uint64_t bytes, char* to) {
+DPT_DEVICE void collect_chunk(const WorkerGroup& workers,
+                              const uint4* from,
+                              uint64_t bytes,
+                              char* to) {
   const uint32_t plain = num_plain(address_of(to), bytes);
   auto* const vectors = reinterpret_cast<uint4*>(to);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, uint4& value) { value = load_staged(from + i); },
       [&](uint32_t i, const uint4& value) { vectors[i] = value; });
-  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     store_user(to + at, to_vector(load_staged(from + i)), bytes - at);
   }
@@ -102,20 +108,20 @@ struct Hop {
   uint64_t bytes;
 };
 template <bool kBegins>
-DPT_DEVICE void relay_chunk(const Squad& squad, const Hop& hop) {
+DPT_DEVICE void relay_chunk(const WorkerGroup& workers, const Hop& hop) {
   const uint64_t from = kBegins ? address_of(hop.from) : 0;
   const uint32_t plain = num_plain(from | address_of(hop.output), hop.bytes);
   const auto* const vectors = static_cast<const uint4*>(hop.from);
   auto* const outputs = reinterpret_cast<uint4*>(hop.output);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, uint4& value) { value = kBegins ? vectors[i] : load_staged(vectors + i); },
       [&](uint32_t i, const uint4& value) {
         if (hop.next != nullptr) hop.next[i] = value;
         if (outputs != nullptr) outputs[i] = value;
       });
-  for (uint32_t i = plain + squad.thread; i < num_vectors(hop.bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(hop.bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     const char* const start = static_cast<const char*>(hop.from) + at;
     const Vector value = kBegins || hop.has_landed ? load_user<Vector>(start, hop.bytes - at)
@@ -126,14 +132,14 @@ DPT_DEVICE void relay_chunk(const Squad& squad, const Hop& hop) {
 }
 
 // The caller's memory -> the caller's memory.
-DPT_DEVICE void copy_chunk(const Squad& squad, const char* from, uint64_t bytes, char* to) {
+DPT_DEVICE void copy_chunk(const WorkerGroup& workers, const char* from, uint64_t bytes, char* to) {
   const uint32_t plain = num_plain(address_of(from) | address_of(to), bytes);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, uint4& value) { value = reinterpret_cast<const uint4*>(from)[i]; },
       [&](uint32_t i, const uint4& value) { reinterpret_cast<uint4*>(to)[i] = value; });
-  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     store_user(to + at, load_user<Vector>(from + at, bytes - at), bytes - at);
   }
@@ -142,9 +148,9 @@ DPT_DEVICE void copy_chunk(const Squad& squad, const char* from, uint64_t bytes,
 // As push_chunk, with each rank's factor applied to what it sends.
 template <typename VectorReducer>
 DPT_DEVICE void push_scaled_chunk(
-    const Squad& squad, const char* from, uint64_t bytes, uint4* to, const Scale& scale) {
-  if (scale.input == 1) return push_chunk(squad, from, bytes, to);
-  for (uint32_t i = squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+    const WorkerGroup& workers, const char* from, uint64_t bytes, uint4* to, const Scale& scale) {
+  if (scale.input == 1) return push_chunk(workers, from, bytes, to);
+  for (uint32_t i = workers.thread; i < num_vectors(bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     to[i] = to_uint4(VectorReducer::scale_input(load_user<Vector>(from + at, bytes - at), scale));
   }
@@ -186,18 +192,18 @@ class Places {
 
 // The caller's memory -> every peer, read once.
 template <int kRanks>
-DPT_DEVICE void push_chunk_to_all(const Squad& squad,
+DPT_DEVICE void push_chunk_to_all(const WorkerGroup& workers,
                                   const char* from,
                                   uint64_t bytes,
                                   const Places<kRanks>& places) {
   const uint32_t plain = num_plain(address_of(from), bytes);
   const auto* const vectors = reinterpret_cast<const uint4*>(from);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, uint4& value) { value = vectors[i]; },
       [&](uint32_t i, const uint4& value) { places.store(i, to_vector(value)); });
-  for (uint32_t i = plain + squad.thread; i < num_vectors(bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     places.store(i, load_user<Vector>(from + at, bytes - at), bytes - at);
   }
@@ -214,8 +220,11 @@ struct OwnChunk {
 // Own input and the peers' slots, in rank order -> own output, and emit(i, vector, bytes left) for
 // the rest.
 template <typename VectorReducer, int kRanks, typename SlotOf, typename Emit>
-DPT_DEVICE void reduce_chunk(
-    const Squad& squad, const GroupView& group, SlotOf slot_of, const OwnChunk& own, Emit emit) {
+DPT_DEVICE void reduce_chunk(const WorkerGroup& workers,
+                             const GroupView& group,
+                             SlotOf slot_of,
+                             const OwnChunk& own,
+                             Emit emit) {
   struct OneOfEach {
     Vector of[kRanks];
   };
@@ -237,7 +246,7 @@ DPT_DEVICE void reduce_chunk(
   const uint32_t plain =
       scales ? 0 : num_plain(address_of(own.input) | address_of(own.output), own.bytes);
   for_each_vector<kReductionsAtOnce, OneOfEach>(
-      squad, plain, load, [&](uint32_t i, const OneOfEach& each) {
+      workers, plain, load, [&](uint32_t i, const OneOfEach& each) {
         VectorReducer reducer;
 #pragma unroll
         for (int source = 0; source < kRanks; ++source) {
@@ -249,7 +258,7 @@ DPT_DEVICE void reduce_chunk(
       });
 
   // The rest is not aligned, is scaled or ends within a vector.
-  for (uint32_t i = plain + squad.thread; i < num_vectors(own.bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(own.bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     VectorReducer reducer;
     for (int source = 0; source < size; ++source) {

@@ -61,23 +61,23 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
                                       {group, parts, round, at});
             return;
           }
-          team.split(size - 1, [&](int part, const Squad& squad) {
+          team.split(size - 1, [&](int part, const WorkerGroup& workers) {
             const int peer = (rank + 1 + part) % size;
             if (!has_peer(peers, peer)) return;
             const ChunkOf chunk(cuts.send[peer]);
             const uint64_t at = chunk.offset(round);
-            push_chunk(squad,
+            push_chunk(workers,
                        arguments.send[peer] + at,
                        chunk.bytes(round),
                        parts.place(peer, round, at),
                        parts.lands(peer, round));
           });
         },
-        Clerk{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
-              [&](uint32_t round) { parts.publish(round, peers_in(round)); },
-              [&] {
-                if (parts.kept() >= 0) parts.close(cuts.send[parts.kept()].rounds);
-              }});
+        SignalWarp{[&](uint32_t round) { return parts.has_room(round, peers_in(round)); },
+                   [&](uint32_t round) { parts.publish(round, peers_in(round)); },
+                   [&] {
+                     if (parts.kept() >= 0) parts.close(cuts.send[parts.kept()].rounds);
+                   }});
   };
 
   const auto take = [&](const Team& team) {
@@ -89,23 +89,23 @@ DPT_KERNEL push_exchange_kernel(DPT_PARAMETER GroupView group,
         [&](uint32_t round) {
           const uint32_t peers = peers_in(round);
           // The last part is this rank's own.
-          team.split(copies ? size : size - 1, [&](int part, const Squad& squad) {
+          team.split(copies ? size : size - 1, [&](int part, const WorkerGroup& workers) {
             const int source = (rank + 1 + part) % size;
             const ChunkOf chunk(cuts.receive[source]);
             char* const output = arguments.receive[source] + chunk.offset(round);
             if (source == rank) {
               const char* const input = arguments.send[rank] + chunk.offset(round);
-              copy_chunk(squad, input, chunk.bytes(round), output);
+              copy_chunk(workers, input, chunk.bytes(round), output);
             } else if (has_peer(peers, source) && !parts.has_landed(source, round)) {
-              collect_chunk(squad, parts.slot(source, round), chunk.bytes(round), output);
+              collect_chunk(workers, parts.slot(source, round), chunk.bytes(round), output);
             }
           });
         },
-        Clerk{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
-              [&](uint32_t round) { parts.release(round, peers_in(round)); },
-              [&] {
-                if (parts.kept() >= 0) parts.close(cuts.receive[parts.kept()].rounds);
-              }});
+        SignalWarp{[&](uint32_t round) { return parts.has_come(round, peers_in(round)); },
+                   [&](uint32_t round) { parts.release(round, peers_in(round)); },
+                   [&] {
+                     if (parts.kept() >= 0) parts.close(cuts.receive[parts.kept()].rounds);
+                   }});
   };
 
   // The other team has an own part beside the peers'.

@@ -31,18 +31,18 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          team.split(size - 1, [&](int part, const Squad& squad) {
+          team.split(size - 1, [&](int part, const WorkerGroup& workers) {
             const int peer = (rank + 1 + part) % size;
-            push_scaled_chunk<VectorReducer>(squad,
+            push_scaled_chunk<VectorReducer>(workers,
                                              arguments.parts[peer] + chunk.offset(round),
                                              chunk.bytes(round),
                                              inputs.slot(peer, round),
                                              scale);
           });
         },
-        Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
-              [&](uint32_t round) { inputs.publish(round, peers); },
-              [&] { inputs.close(cut.rounds); }});
+        SignalWarp{[&](uint32_t round) { return inputs.has_room(round, peers); },
+                   [&](uint32_t round) { inputs.publish(round, peers); },
+                   [&] { inputs.close(cut.rounds); }});
   };
 
   const auto reduce = [&](const Team& team) {
@@ -58,9 +58,9 @@ DPT_KERNEL push_reduce_scatter_kernel(DPT_PARAMETER GroupView group,
               {arguments.parts[rank] + at, arguments.output + at, chunk.bytes(round), scale},
               [](uint32_t, const Vector&, uint64_t) {});
         },
-        Clerk{[&](uint32_t round) { return inputs.has_come(round, peers); },
-              [&](uint32_t round) { inputs.release(round, peers); },
-              [&] { inputs.close(cut.rounds); }});
+        SignalWarp{[&](uint32_t round) { return inputs.has_come(round, peers); },
+                   [&](uint32_t round) { inputs.release(round, peers); },
+                   [&] { inputs.close(cut.rounds); }});
   };
 
   // The other team has an own part beside the peers'.

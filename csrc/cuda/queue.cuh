@@ -1,9 +1,9 @@
 // A channel's queues to and from its peers: chunks of up to slot_bytes, pushed into the receiver's
 // memory: into slots, or where they belong if that is registered (landing.cuh). Thread p of a
-// team's clerk keeps the books of the queue with peer p; workers see only where a chunk lies. The
-// queues of a lane are those of PeerLinks or of RingLinks.
-// The round of a chunk is its number among the kernel's in its queue: kernels that don't use each
-// queue once in every step count for themselves.
+// team's signal warp keeps the books of the queue with peer p; workers see only where a chunk lies.
+// The queues of a lane are those of PeerLinks or of RingLinks. The round of a chunk is its number
+// among the kernel's in its queue: kernels that don't use each queue once in every step count for
+// themselves.
 //
 // Sender:                has_room -> workers write to slot(queue), or place(queue)   -> publish
 // Receiver:  announce -> has_come -> workers read slot(queue), unless it has landed -> release
@@ -14,8 +14,8 @@
 
 namespace dpt::cuda {
 
-// All threads of a team know this of its queues, in shared memory. A clerk is rounds ahead of its
-// workers: it may say from which later round on chunks land while they ask it of theirs.
+// All threads of a team know this of its queues, in shared memory. A signal warp is rounds ahead of
+// its workers: it may say from which later round on chunks land while they ask it of theirs.
 struct ReceiverEnd {
   uint32_t first_chunk[kMaxRanks];  // of the kernel
   uint32_t lands_from[kMaxRanks];   // round
@@ -43,10 +43,10 @@ DPT_DEVICE int rank_before(const GroupView& group) {
 // A queue with each peer, under its number; at the other end it has this rank's.
 struct PeerLinks {
   DPT_DEVICE static int kept_by_sender(const GroupView&, const Team& team) {
-    return team.clerk_peer();
+    return team.signal_peer();
   }
   DPT_DEVICE static int kept_by_receiver(const GroupView&, const Team& team) {
-    return team.clerk_peer();
+    return team.signal_peer();
   }
   DPT_DEVICE static int receiver_of(const GroupView&, int queue) { return queue; }
   DPT_DEVICE static int sender_of(const GroupView&, int queue) { return queue; }
@@ -57,10 +57,10 @@ struct PeerLinks {
 struct RingLinks {
   int origin;
   DPT_DEVICE int kept_by_sender(const GroupView& group, const Team& team) const {
-    return team.clerk_peer() == rank_after(group) ? origin : -1;
+    return team.signal_peer() == rank_after(group) ? origin : -1;
   }
   DPT_DEVICE int kept_by_receiver(const GroupView& group, const Team& team) const {
-    return team.clerk_peer() == rank_before(group) ? origin : -1;
+    return team.signal_peer() == rank_before(group) ? origin : -1;
   }
   DPT_DEVICE static int receiver_of(const GroupView& group, int) { return rank_after(group); }
   DPT_DEVICE static int sender_of(const GroupView& group, int) { return rank_before(group); }

@@ -60,17 +60,17 @@ DPT_KERNEL ring_exchange_kernel(DPT_PARAMETER GroupView group,
           // If it has landed with its last rank, there is nothing left to do.
           if (hop.next != nullptr || hop.output != nullptr) relay_chunk<false>(team.workers(), hop);
         },
-        Clerk{[&](uint32_t round) {
-                return before.has_come(round, from) && after.has_room(round, to);
-              },
-              [&](uint32_t round) {
-                after.publish(round, to);
-                before.release(round, from);
-              },
-              [&] {
-                before.close(begins ? 0 : cut.rounds);
-                after.close(ends ? 0 : cut.rounds);
-              }});
+        SignalWarp{[&](uint32_t round) {
+                     return before.has_come(round, from) && after.has_room(round, to);
+                   },
+                   [&](uint32_t round) {
+                     after.publish(round, to);
+                     before.release(round, from);
+                   },
+                   [&] {
+                     before.close(begins ? 0 : cut.rounds);
+                     after.close(ends ? 0 : cut.rounds);
+                   }});
   };
 
   const int warps = num_threads() / kWarp / arguments.num_origins;

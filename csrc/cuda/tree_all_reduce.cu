@@ -122,7 +122,7 @@ struct UpChunk {
 
 // Own input and the children's slots, nullptr where a rank is none, in rank order -> `own.to`.
 template <typename VectorReducer, int kRanks>
-DPT_DEVICE void sum_upwards(const Squad& squad,
+DPT_DEVICE void sum_upwards(const WorkerGroup& workers,
                             int rank,
                             const uint4* const (&slots)[kRanks],
                             const UpChunk& own) {
@@ -153,12 +153,12 @@ DPT_DEVICE void sum_upwards(const Squad& squad,
   const uint32_t plain =
       scales ? 0 : num_plain(address_of(own.input) | address_of(own.to), own.bytes);
   for_each_vector<kReductionsAtOnce, OneOfEach>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, OneOfEach& each) { load_slots(i, to_vector(vectors[i]), each); },
       [&](uint32_t i, const OneOfEach& each) { to[i] = to_uint4(sum(each)); });
   // The rest is not aligned, is scaled or ends within a vector.
-  for (uint32_t i = plain + squad.thread; i < num_vectors(own.bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(own.bytes); i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     const Vector input = load_user<Vector>(own.input + at, own.bytes - at);
     OneOfEach each;
@@ -179,11 +179,11 @@ struct DownChunk {
 };
 
 template <int kRanks>
-DPT_DEVICE void pass_down(const Squad& squad, const DownChunk<kRanks>& chunk) {
+DPT_DEVICE void pass_down(const WorkerGroup& workers, const DownChunk<kRanks>& chunk) {
   const uint32_t plain = num_plain(address_of(chunk.output), chunk.bytes);
   auto* const output = reinterpret_cast<uint4*>(chunk.output);
   for_each_vector<kCopiesAtOnce, uint4>(
-      squad,
+      workers,
       plain,
       [&](uint32_t i, uint4& value) { value = load_staged(chunk.from + i); },
       [&](uint32_t i, const uint4& value) {
@@ -193,7 +193,8 @@ DPT_DEVICE void pass_down(const Squad& squad, const DownChunk<kRanks>& chunk) {
           if (chunk.next[child] != nullptr) chunk.next[child][i] = value;
         }
       });
-  for (uint32_t i = plain + squad.thread; i < num_vectors(chunk.bytes); i += squad.num_threads) {
+  for (uint32_t i = plain + workers.thread; i < num_vectors(chunk.bytes);
+       i += workers.num_threads) {
     const uint64_t at = uint64_t{i} * Vector::kBytes;
     const uint64_t left = chunk.bytes - at;
     const Vector value = chunk.is_output ? load_user<Vector>(chunk.output + at, left)
@@ -234,7 +235,7 @@ DPT_KERNEL tree_all_reduce_kernel(DPT_PARAMETER GroupView group,
     const QueueSteps from = links.with_child(below.kept());
     const QueueSteps to = links.with_parent(above.kept());
     const auto active = [&](const QueueSteps& queue, uint32_t step) {
-      return queue.has(steps, step) ? 1u << team.clerk_peer() : 0;
+      return queue.has(steps, step) ? 1u << team.signal_peer() : 0;
     };
     return team.run(
         steps.number(),
@@ -255,18 +256,18 @@ DPT_KERNEL tree_all_reduce_kernel(DPT_PARAMETER GroupView group,
           }
           sum_upwards<VectorReducer, kRanks>(team.workers(), rank, slots, own);
         },
-        Clerk{[&](uint32_t step) {
-                return below.has_come(from.before(steps, step), active(from, step)) &&
-                       above.has_room(to.before(steps, step), active(to, step));
-              },
-              [&](uint32_t step) {
-                above.publish(to.before(steps, step), active(to, step));
-                below.release(from.before(steps, step), active(from, step));
-              },
-              [&] {
-                below.close(cut.rounds * from.each_round());
-                above.close(cut.rounds * to.each_round());
-              }});
+        SignalWarp{[&](uint32_t step) {
+                     return below.has_come(from.before(steps, step), active(from, step)) &&
+                            above.has_room(to.before(steps, step), active(to, step));
+                   },
+                   [&](uint32_t step) {
+                     above.publish(to.before(steps, step), active(to, step));
+                     below.release(from.before(steps, step), active(from, step));
+                   },
+                   [&] {
+                     below.close(cut.rounds * from.each_round());
+                     above.close(cut.rounds * to.each_round());
+                   }});
   };
 
   const auto down = [&](const Team& team) {
@@ -275,7 +276,7 @@ DPT_KERNEL tree_all_reduce_kernel(DPT_PARAMETER GroupView group,
     const QueueSteps from = links.with_parent(above.kept());
     const QueueSteps to = links.with_child(below.kept());
     const auto active = [&](const QueueSteps& queue, uint32_t step) {
-      return queue.has(steps, step) ? 1u << team.clerk_peer() : 0;
+      return queue.has(steps, step) ? 1u << team.signal_peer() : 0;
     };
     if (cut.rounds != 0 && from.positions != 0) above.announce(call, arguments.output);
     return team.run(
@@ -302,22 +303,22 @@ DPT_KERNEL tree_all_reduce_kernel(DPT_PARAMETER GroupView group,
           }
           if (moves) pass_down(team.workers(), chunk);
         },
-        Clerk{[&](uint32_t step) {
-                const bool is_root = links.parent(steps.share(step)) < 0;
-                // That has its children to wait for.
-                const bool asks = is_root && to.has(steps, step);
-                return (!asks || adders.did(step)) &&
-                       above.has_come(from.before(steps, step), active(from, step)) &&
-                       below.has_room(to.before(steps, step), active(to, step));
-              },
-              [&](uint32_t step) {
-                below.publish(to.before(steps, step), active(to, step));
-                above.release(from.before(steps, step), active(from, step));
-              },
-              [&] {
-                above.close(cut.rounds * from.each_round());
-                below.close(cut.rounds * to.each_round());
-              }});
+        SignalWarp{[&](uint32_t step) {
+                     const bool is_root = links.parent(steps.share(step)) < 0;
+                     // That has its children to wait for.
+                     const bool asks = is_root && to.has(steps, step);
+                     return (!asks || adders.did(step)) &&
+                            above.has_come(from.before(steps, step), active(from, step)) &&
+                            below.has_room(to.before(steps, step), active(to, step));
+                   },
+                   [&](uint32_t step) {
+                     below.publish(to.before(steps, step), active(to, step));
+                     above.release(from.before(steps, step), active(from, step));
+                   },
+                   [&] {
+                     above.close(cut.rounds * from.each_round());
+                     below.close(cut.rounds * to.each_round());
+                   }});
   };
 
   bool ok = true;

@@ -39,16 +39,16 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          team.split(size - 1, [&](int part, const Squad& squad) {
+          team.split(size - 1, [&](int part, const WorkerGroup& workers) {
             const int peer = (rank + 1 + part) % size;
             const uint64_t at = offset(round, peer);
             push_scaled_chunk<VectorReducer>(
-                squad, arguments.input + at, cut.bytes_at(at), inputs.slot(peer, round), scale);
+                workers, arguments.input + at, cut.bytes_at(at), inputs.slot(peer, round), scale);
           });
         },
-        Clerk{[&](uint32_t round) { return inputs.has_room(round, peers); },
-              [&](uint32_t round) { inputs.publish(round, peers); },
-              [&] { inputs.close(cut.rounds); }});
+        SignalWarp{[&](uint32_t round) { return inputs.has_room(round, peers); },
+                   [&](uint32_t round) { inputs.publish(round, peers); },
+                   [&] { inputs.close(cut.rounds); }});
   };
 
   const auto reduce = [&](const Team& team) {
@@ -68,17 +68,17 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
                 places.store(i, result, left);
               });
         },
-        Clerk{[&](uint32_t round) {
-                return inputs.has_come(round, peers) && results.has_room(round, peers);
-              },
-              [&](uint32_t round) {
-                results.publish(round, peers);
-                inputs.release(round, peers);
-              },
-              [&] {
-                inputs.close(cut.rounds);
-                results.close(cut.rounds);
-              }});
+        SignalWarp{[&](uint32_t round) {
+                     return inputs.has_come(round, peers) && results.has_room(round, peers);
+                   },
+                   [&](uint32_t round) {
+                     results.publish(round, peers);
+                     inputs.release(round, peers);
+                   },
+                   [&] {
+                     inputs.close(cut.rounds);
+                     results.close(cut.rounds);
+                   }});
   };
 
   const auto collect = [&](const Team& team) {
@@ -87,17 +87,17 @@ DPT_KERNEL two_shot_all_reduce_kernel(DPT_PARAMETER GroupView group,
     return team.run(
         cut.rounds,
         [&](uint32_t round) {
-          team.split(size - 1, [&](int part, const Squad& squad) {
+          team.split(size - 1, [&](int part, const WorkerGroup& workers) {
             const int source = (rank + size - 1 - part) % size;
             if (results.has_landed(source, round)) return;
             const uint64_t at = offset(round, source);
             collect_chunk(
-                squad, results.slot(source, round), cut.bytes_at(at), arguments.output + at);
+                workers, results.slot(source, round), cut.bytes_at(at), arguments.output + at);
           });
         },
-        Clerk{[&](uint32_t round) { return results.has_come(round, peers); },
-              [&](uint32_t round) { results.release(round, peers); },
-              [&] { results.close(cut.rounds); }});
+        SignalWarp{[&](uint32_t round) { return results.has_come(round, peers); },
+                   [&](uint32_t round) { results.release(round, peers); },
+                   [&] { results.close(cut.rounds); }});
   };
 
   const int quarter = num_threads() / kWarp / 4;

@@ -256,10 +256,10 @@ std::unique_ptr<Group> Group::connect(const Setup& setup) {
         }));
   const Board board(group->memory_->address(), shape, setup.slots);
   group->workers_ = workers;
-  std::unique_ptr<Courier> courier;
-  if (setup.between) courier = std::make_unique<Courier>(setup.between, setup.ranks, board);
+  std::unique_ptr<InternodeSender> sender;
+  if (setup.between) sender = std::make_unique<InternodeSender>(setup.between, setup.ranks, board);
   group->pipeline_ =
-      std::make_unique<Pipeline>(board, setup.ranks, *workers, *group->engine_, std::move(courier));
+      std::make_unique<Pipeline>(board, setup.ranks, *workers, *group->engine_, std::move(sender));
   group->workers_->add(group->pipeline_.get());
   return group;
 }

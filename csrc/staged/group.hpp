@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/wait.hpp"
-#include "staged/courier.hpp"
+#include "staged/internode_sender.hpp"
 #include "staged/pipeline.hpp"
 #include "staged/workers.hpp"
 

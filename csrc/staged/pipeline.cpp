@@ -6,7 +6,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce_for_device.hpp"
-#include "staged/courier.hpp"
+#include "staged/internode_sender.hpp"
 #include "staged/sanitizer.hpp"
 #include "staged/workers.hpp"
 
@@ -50,13 +50,13 @@ Pipeline::Pipeline(Board board,
                    Membership ranks,
                    Workers& workers,
                    CopyEngine& engine,
-                   std::unique_ptr<Courier> courier)
+                   std::unique_ptr<InternodeSender> sender)
     : board_(std::move(board)),
       ranks_(std::move(ranks)),
       rank_(ranks_.local()),
       workers_(workers),
       engine_(engine),
-      courier_(std::move(courier)),
+      sender_(std::move(sender)),
       next_chunk_(board.shape().first_chunk),
       cursors_(workers.size()) {
   // Workers begin behind an operation that is over.
@@ -163,13 +163,13 @@ void Pipeline::wait_for_slot(uint64_t number, Job::Kind kind) {
   kinds_[slot] = kind;
   if (!has_predecessor(number)) return;
   if (last == Job::Kind::kReduce) {
-    const Word& read = courier_ ? board_.reduced(slot) : board_.ready(rank_, slot);
+    const Word& read = sender_ ? board_.reduced(slot) : board_.ready(rank_, slot);
     engine_.wait(lane, read, low(before(number)));
     return;
   }
   for (int peer = 0; peer < board_.shape().ranks; ++peer) {
     // Its own lane might not have said yet that it came there, where that is all it does.
-    const bool came = peer == rank_ && !courier_;
+    const bool came = peer == rank_ && !sender_;
     const Word& word = came ? board_.arrived(peer, slot) : board_.taken(peer, slot);
     engine_.wait(lane, word, low(before(number)));
   }
@@ -301,7 +301,7 @@ Pipeline::Progress Pipeline::advance(int worker) {
     return Progress::kMoved;
   }
   if (!has_begun(*at.op, worker)) return worker == 0 ? Progress::kWaiting : Progress::kIdle;
-  if (worker == 0 && courier_ && carry(at)) return Progress::kMoved;
+  if (worker == 0 && sender_ && carry(at)) return Progress::kMoved;
   const bool reduces = job.kind == Job::Kind::kReduce;
   if (reduces && at.chunk < job.chunks && reduce_chunk(at, worker)) return Progress::kMoved;
   if (!reduces && at.chunk == 0 && check_alone(at)) return Progress::kMoved;
@@ -389,7 +389,7 @@ bool Pipeline::reduce_chunk(Cursor& at, int worker) {
   tell_sanitizer_of_write();
   if (counted.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(all)) {
     counted.store(0, std::memory_order_relaxed);
-    if (courier_) {
+    if (sender_) {
       board_.reduced(slot).store(low(number), std::memory_order_release);
     } else {
       for (int rank = 0; rank < shape.ranks; ++rank) {
@@ -411,11 +411,11 @@ bool Pipeline::check_alone(Cursor& at) {
 // Moves what is to cross the network, as far as it can go now.
 bool Pipeline::carry(Cursor& at) {
   try {
-    const bool moved = courier_->advance(at.op->job, at.op->first);
-    if (courier_->other() >= 0) break_off(Failure::kMismatch, courier_->other());
+    const bool moved = sender_->advance(at.op->job, at.op->first);
+    if (sender_->other() >= 0) break_off(Failure::kMismatch, sender_->other());
     return moved;
   } catch (const Error& error) {
-    courier_->tell_trouble(error);
+    sender_->tell_trouble(error);
     break_off(Failure::kAborted, ranks_.rank);
     return true;
   }
@@ -425,7 +425,7 @@ bool Pipeline::carry(Cursor& at) {
 bool Pipeline::has_ended(const Op& op) const {
   if (op.is_last) {
     const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
-    return has_come_to(finished, op.number) && (!courier_ || courier_->is_through(op.first));
+    return has_come_to(finished, op.number) && (!sender_ || sender_->is_through(op.first));
   }
   const uint64_t end = op.first + op.job.chunks;
   for (uint64_t last = std::max(op.first, end - Lane::kCount); last < end; ++last) {
@@ -486,7 +486,7 @@ int Pipeline::who_is_late(uint64_t number) const {
   const std::vector<int>& here = ranks_.layout.ranks[ranks_.node()];
   const int late = furthest_behind(&Board::arrived, number);
   if (late >= 0) return here[late];
-  const int awaited = courier_ ? courier_->awaited() : -1;
+  const int awaited = sender_ ? sender_->awaited() : -1;
   if (awaited >= 0) return awaited;
   const int slow = furthest_behind(&Board::taken, number);
   return slow >= 0 ? here[slow] : ranks_.rank;
@@ -521,7 +521,7 @@ void Pipeline::end_waits() {
 }
 
 Pipeline::Progress Pipeline::leave_broken(Cursor& at, int worker) {
-  if (worker == 0 && courier_) courier_->cancel();
+  if (worker == 0 && sender_) sender_->cancel();
   const uint32_t finished = board_.finished(rank_).load(std::memory_order_acquire);
   at.is_over = worker != 0 || has_come_to(finished, at.op->number);
   if (at.is_over) return Progress::kMoved;
@@ -556,8 +556,8 @@ bool Pipeline::is_done() const {
 }
 
 bool Pipeline::is_quiet() const {
-  return is_done() && (!courier_ || seen_to_the_end_.load(std::memory_order_acquire) ==
-                                        last_number_.load(std::memory_order_acquire));
+  return is_done() && (!sender_ || seen_to_the_end_.load(std::memory_order_acquire) ==
+                                       last_number_.load(std::memory_order_acquire));
 }
 
 }  // namespace dpt::staged

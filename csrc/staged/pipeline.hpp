@@ -6,8 +6,8 @@
 //   2. every worker waits until all ranks have, reduces its share of all ranks' slots in rank order
 //      into the result's, and counts; the last of all says `ready`;
 //   3. the lane down waits for that, copies, and says `taken`.
-// Between nodes the last of the workers says `reduced` instead; then a courier passes the chunk on,
-// and says `ready` (courier.hpp).
+// Between nodes the last of the workers says `reduced` instead; then an internode sender passes the
+// chunk on, and says `ready` (internode_sender.hpp).
 //
 // A chunk that is passed on, or that devices reduce, goes from slots to them without workers, who
 // compare what operation the ranks are in, once for each (`checked`).
@@ -31,18 +31,18 @@
 
 namespace dpt::staged {
 
-class Courier;
+class InternodeSender;
 class Workers;
 
 class Pipeline {
  public:
-  // `workers` call `advance` once they know of this; at least as many as the shape has. `courier`:
+  // `workers` call `advance` once they know of this; at least as many as the shape has. `sender`:
   // between nodes.
   Pipeline(Board board,
            Membership ranks,
            Workers& workers,
            CopyEngine& engine,
-           std::unique_ptr<Courier> courier = nullptr);
+           std::unique_ptr<InternodeSender> sender = nullptr);
   ~Pipeline();
 
   // Starts the operation behind what is on `stream`, which from here on waits for its end. `parts`:
@@ -139,7 +139,7 @@ class Pipeline {
   const int rank_;  // its place on the node, as of all ranks here
   Workers& workers_;
   CopyEngine& engine_;
-  const std::unique_ptr<Courier> courier_;
+  const std::unique_ptr<InternodeSender> sender_;
 
   // The thread that enqueues uses these.
   std::deque<std::unique_ptr<Op>> ops_;  // the last one, and those before that workers are in

@@ -100,10 +100,11 @@ StagedRanks::StagedRanks(std::vector<std::unique_ptr<Process>>& processes,
     engines_.back()->map(memory_[layout_.node_of[rank]].get(), Board::bytes(shape_), kStagedSlot);
     staged::Workers& workers = processes[rank]->workers;
     const staged::Membership ranks{layout_, rank};
-    std::unique_ptr<staged::Courier> courier;
-    if (links_) courier = std::make_unique<staged::Courier>(links_->take(rank), ranks, board);
+    std::unique_ptr<staged::InternodeSender> sender;
+    if (links_)
+      sender = std::make_unique<staged::InternodeSender>(links_->take(rank), ranks, board);
     pipelines_.push_back(std::make_unique<staged::Pipeline>(
-        board, ranks, workers, *engines_.back(), std::move(courier)));
+        board, ranks, workers, *engines_.back(), std::move(sender)));
     workers.add(pipelines_.back().get());
   }
 }

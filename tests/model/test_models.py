@@ -18,7 +18,7 @@ SOUND = [
     ("segment", ""),
     ("segment", "N=2 ABORT"),
     ("mailbox", ""),
-    ("muster", ""),
+    ("rendezvous", ""),
     ("device", ""),
     ("queue", ""),
 ]
@@ -32,7 +32,7 @@ FAULTS = [
     ("mailbox", "FAULT_READS_BELL_LATE"),
     ("mailbox", "FAULT_TAKES_IN_SILENCE"),
     ("mailbox", "FAULT_WRITES_BEFORE_IT_READS"),
-    ("muster", "FAULT_WITHDRAWS_BLINDLY"),
+    ("rendezvous", "FAULT_WITHDRAWS_BLINDLY"),
     ("device", "FAULT_ONE_COPY"),
     ("device", "FAULT_BROADCAST_ENDS_ALONE"),
     ("queue", "FAULT_ONE_TOO_MANY"),

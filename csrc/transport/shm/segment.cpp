@@ -101,7 +101,7 @@ struct Segment::Shared {
   alignas(kCacheLine) std::atomic<uint32_t> abort_state;
   int32_t abort_status;
   char abort_reason[480];
-  std::atomic<uint32_t> musters[kNumMusters];
+  std::atomic<uint32_t> rendezvous_words[kNumRendezvous];
   RankState ranks[kMaxRanks];
 };
 
@@ -400,7 +400,9 @@ bool Segment::aborted() const {
   return shared_->abort_state.load(std::memory_order_acquire) != kRunning;
 }
 
-std::atomic<uint32_t>& Segment::muster(int place) const { return shared_->musters[place]; }
+std::atomic<uint32_t>& Segment::rendezvous(int place) const {
+  return shared_->rendezvous_words[place];
+}
 
 void Segment::throw_if_aborted() const {
   if (!aborted()) return;

@@ -123,9 +123,9 @@ class Segment {
   // The place in this rank's pool that every peer can reach, or nothing.
   std::optional<uint64_t> offset_of(const void* address, size_t bytes) const;
 
-  // Words for NOTE [Muster], zero at first.
-  static constexpr int kNumMusters = 64;
-  std::atomic<uint32_t>& muster(int place) const;
+  // Words for NOTE [Rendezvous], zero at first.
+  static constexpr int kNumRendezvous = 64;
+  std::atomic<uint32_t>& rendezvous(int place) const;
 
   // Point to point: the area that transport/shm/mailbox.hpp divides, zero at first.
   char* mailboxes() const;

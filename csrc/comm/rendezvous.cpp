@@ -1,4 +1,4 @@
-#include "comm/muster.hpp"
+#include "comm/rendezvous.hpp"
 
 #include <chrono>
 #include <thread>
@@ -20,8 +20,8 @@ bool a_peer_has_left(const Segment& segment) {
 
 }  // namespace
 
-bool muster(const RunContext& context, int place, uint32_t visit, const Deadline& limit) {
-  std::atomic<uint32_t>& word = context.segment.muster(place);
+bool rendezvous(const RunContext& context, int place, uint32_t visit, const Deadline& limit) {
+  std::atomic<uint32_t>& word = context.segment.rendezvous(place);
   uint32_t seen = word.load(std::memory_order_acquire);
   do {
     if ((seen & kWithdrawn) != 0) return false;
@@ -51,7 +51,7 @@ bool muster(const RunContext& context, int place, uint32_t visit, const Deadline
 }
 
 void decline(const RunContext& context, int place) {
-  context.segment.muster(place).fetch_or(kWithdrawn, std::memory_order_acq_rel);
+  context.segment.rendezvous(place).fetch_or(kWithdrawn, std::memory_order_acq_rel);
 }
 
 }  // namespace dpt

@@ -1,4 +1,4 @@
-#include "staged/courier.hpp"
+#include "staged/internode_sender.hpp"
 
 #include <algorithm>
 
@@ -15,7 +15,9 @@ constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); 
 
 }  // namespace
 
-Courier::Courier(std::shared_ptr<Between> between, const Membership& ranks, const Board& board)
+InternodeSender::InternodeSender(std::shared_ptr<Between> between,
+                                 const Membership& ranks,
+                                 const Board& board)
     : between_(std::move(between)),
       ranks_(ranks),
       board_(board),
@@ -28,41 +30,41 @@ Courier::Courier(std::shared_ptr<Between> between, const Membership& ranks, cons
   scratch_.resize(kCollecting * board.shape().nodes * (share + kCacheLine));
 }
 
-Courier::~Courier() { cancel(); }
+InternodeSender::~InternodeSender() { cancel(); }
 
-void Courier::cancel() {
+void InternodeSender::cancel() {
   between_->links.cancel();
   trips_.clear();
 }
 
-void Courier::tell_trouble(const Error& error) const {
+void InternodeSender::tell_trouble(const Error& error) const {
   between_->on_trouble(error.status(), error.what());
 }
 
-Connection& Courier::to(int node) const {
+Connection& InternodeSender::to(int node) const {
   return between_->links.to(ranks_.layout.ranks[node][ranks_.local()]);
 }
-Courier::Ticket Courier::send(int node, const void* data, size_t bytes) {
+InternodeSender::Ticket InternodeSender::send(int node, const void* data, size_t bytes) {
   return {node, to(node).send(data, bytes, Links::Mover::kReactor)};
 }
-Courier::Ticket Courier::receive(int node, void* data, size_t capacity) {
+InternodeSender::Ticket InternodeSender::receive(int node, void* data, size_t capacity) {
   return {node, to(node).receive(data, capacity, Links::Mover::kReactor)};
 }
 
-bool Courier::have_gone(std::vector<Ticket>* tickets) {
+bool InternodeSender::have_gone(std::vector<Ticket>* tickets) {
   std::erase_if(*tickets, [&](const Ticket& ticket) {
     return to(ticket.node).is_sent(ticket.number, context_);
   });
   return tickets->empty();
 }
-bool Courier::have_come(std::vector<Ticket>* tickets) {
+bool InternodeSender::have_come(std::vector<Ticket>* tickets) {
   std::erase_if(*tickets, [&](const Ticket& ticket) {
     return to(ticket.node).is_received(ticket.number, context_);
   });
   return tickets->empty();
 }
 
-int Courier::awaited() const {
+int InternodeSender::awaited() const {
   const auto partner = [&](int node) { return ranks_.layout.ranks[node][ranks_.local()]; };
   if (!greetings_to_come_.empty()) return partner(greetings_to_come_.front().node);
   for (const Trip& trip : trips_) {
@@ -71,17 +73,17 @@ int Courier::awaited() const {
   return -1;
 }
 
-bool Courier::is_done(const Trip& trip) const {
+bool InternodeSender::is_done(const Trip& trip) const {
   return trip.arrived && trip.sent.empty() && trip.spreading == job_.spreads;
 }
 
-bool Courier::is_through(uint64_t first) const {
+bool InternodeSender::is_through(uint64_t first) const {
   return first == first_ && greetings_to_come_.empty() && greetings_sent_.empty() &&
          trips_.empty() && num_collected_ == (job_.collects ? carried_ : 0) &&
          num_spread_ == (job_.spreads ? carried_ : 0);
 }
 
-bool Courier::advance(const Job& job, uint64_t first) {
+bool InternodeSender::advance(const Job& job, uint64_t first) {
   if (first != first_) {
     job_ = job;
     first_ = first;
@@ -101,7 +103,7 @@ bool Courier::advance(const Job& job, uint64_t first) {
 
 // ---- What operation it is ----
 
-void Courier::greet() {
+void InternodeSender::greet() {
   const auto ranks = static_cast<uint64_t>(board_.shape().ranks);
   const auto local = static_cast<uint64_t>(ranks_.local());
   num_collected_ = num_spread_ = 0;
@@ -115,7 +117,7 @@ void Courier::greet() {
   }
 }
 
-bool Courier::hear() {
+bool InternodeSender::hear() {
   if (!have_come(&greetings_to_come_)) return false;
   for (const int node : others_) {
     const Greeting& theirs = greetings_[node];
@@ -128,7 +130,7 @@ bool Courier::hear() {
 
 // ---- Its chunks ----
 
-uint64_t Courier::chunk(uint64_t n) const {
+uint64_t InternodeSender::chunk(uint64_t n) const {
   if (!job_.collects) return n;
   const auto ranks = static_cast<uint64_t>(board_.shape().ranks);
   const auto local = static_cast<uint64_t>(ranks_.local());
@@ -136,31 +138,31 @@ uint64_t Courier::chunk(uint64_t n) const {
 }
 
 // This rank's load is in its slot.
-bool Courier::is_there(uint64_t chunk) const {
+bool InternodeSender::is_there(uint64_t chunk) const {
   const uint64_t number = number_of(chunk);
   const size_t place = number % board_.shape().depth;
   const Word& word = job_.collects ? board_.reduced(place) : board_.arrived(ranks_.local(), place);
   return has_come_to(word.load(std::memory_order_acquire), low(number));
 }
 
-char* Courier::slot(uint64_t chunk) const {
+char* InternodeSender::slot(uint64_t chunk) const {
   const size_t place = number_of(chunk) % board_.shape().depth;
   return job_.collects ? board_.result(place) : board_.input(ranks_.local(), place);
 }
 
-Share Courier::block(int node, uint64_t chunk) const {
+Share InternodeSender::block(int node, uint64_t chunk) const {
   const int nodes = board_.shape().nodes;
   if (job_.num_pieces == 1) return share_of(job_.bytes(chunk), node, nodes);
   const size_t bytes = job_.num_pieces / nodes * job_.pitch(chunk);
   return {node * bytes, (node + 1) * bytes};
 }
 
-char* Courier::collected(int node, uint64_t n) {
+char* InternodeSender::collected(int node, uint64_t n) {
   const size_t part = scratch_.size() / (kCollecting * board_.shape().nodes);
   return scratch_.data() + (n % kCollecting * board_.shape().nodes + node) * part;
 }
 
-bool Courier::post() {
+bool InternodeSender::post() {
   const bool both = job_.collects && job_.spreads;
   // A chunk so far on that it needs this one's slots waits for it to be spread.
   const auto ranks = static_cast<uint64_t>(board_.shape().ranks);
@@ -188,7 +190,7 @@ bool Courier::post() {
   return true;
 }
 
-void Courier::collect(Trip& trip) {
+void InternodeSender::collect(Trip& trip) {
   const Share own = block(ranks_.node(), trip.chunk);
   char* const from = slot(trip.chunk);
   for (const int node : others_) {
@@ -199,7 +201,7 @@ void Courier::collect(Trip& trip) {
   trip.first_place = num_collected_++;
 }
 
-void Courier::spread(Trip& trip) {
+void InternodeSender::spread(Trip& trip) {
   const Share own = block(ranks_.node(), trip.chunk);
   char* const at = slot(trip.chunk);
   trip.spreading = true;
@@ -213,7 +215,7 @@ void Courier::spread(Trip& trip) {
 }
 
 // Looks what of it has come and gone; true: a stage came to its end.
-bool Courier::settle(Trip& trip) {
+bool InternodeSender::settle(Trip& trip) {
   const bool had_gone = trip.sent.empty();
   const bool gone = have_gone(&trip.sent);
   bool moved = gone && !had_gone;
@@ -225,7 +227,7 @@ bool Courier::settle(Trip& trip) {
   return moved;
 }
 
-void Courier::add_up(const Trip& trip) {
+void InternodeSender::add_up(const Trip& trip) {
   const Share own = block(ranks_.node(), trip.chunk);
   if (own.begin == own.end) return;
   char* const result = slot(trip.chunk) + own.begin;
@@ -243,7 +245,7 @@ void Courier::add_up(const Trip& trip) {
 }
 
 // The devices may fetch it.
-void Courier::tell(const Trip& trip) {
+void InternodeSender::tell(const Trip& trip) {
   const uint64_t number = number_of(trip.chunk);
   const size_t place = number % board_.shape().depth;
   const int first = job_.collects ? 0 : ranks_.local();

@@ -1,4 +1,4 @@
-/* The agreement of csrc/comm/muster.cpp: at each visit all ranks are told that all came, or none
+/* The agreement of csrc/comm/rendezvous.cpp: at each visit all ranks are told that all came, or none
  * is. A rank may lose patience, or decline, at any moment; once one has, nobody counts any more.
  */
 #define N 3

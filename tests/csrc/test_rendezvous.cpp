@@ -5,7 +5,7 @@
 #include <barrier>
 #include <thread>
 
-#include "comm/muster.hpp"
+#include "comm/rendezvous.hpp"
 #include "rank_threads.hpp"
 
 namespace dpt::testing {
@@ -29,56 +29,57 @@ void run_on_segment(const std::function<void(const RunContext& context)>& body) 
   close(file);
 }
 
-TEST(Muster, AllComeAgainAndAgain) {
+TEST(Rendezvous, AllComeAgainAndAgain) {
   run_on_segment([](const RunContext& context) {
     for (uint32_t visit = 1; visit <= 200; ++visit) {
-      EXPECT_TRUE(muster(context, 5, visit, Deadline(kLong)));
+      EXPECT_TRUE(rendezvous(context, 5, visit, Deadline(kLong)));
     }
   });
 }
 
-TEST(Muster, WhoWaitsForTooLongWithdrawsForAll) {
+TEST(Rendezvous, WhoWaitsForTooLongWithdrawsForAll) {
   std::barrier<> withdrawn(kRanks);
   run_on_segment([&](const RunContext& context) {
-    EXPECT_TRUE(muster(context, 0, 1, Deadline(kLong)));
+    EXPECT_TRUE(rendezvous(context, 0, 1, Deadline(kLong)));
     if (context.me() != 2) {
-      EXPECT_FALSE(muster(context, 0, 2, Deadline(context.me() == 0 ? milliseconds(30) : kLong)));
+      EXPECT_FALSE(
+          rendezvous(context, 0, 2, Deadline(context.me() == 0 ? milliseconds(30) : kLong)));
     }
     withdrawn.arrive_and_wait();
     if (context.me() == 2) {
-      EXPECT_FALSE(muster(context, 0, 2, Deadline(kLong)));
+      EXPECT_FALSE(rendezvous(context, 0, 2, Deadline(kLong)));
     }
-    EXPECT_TRUE(muster(context, 1, 1, Deadline(kLong)));  // another place
+    EXPECT_TRUE(rendezvous(context, 1, 1, Deadline(kLong)));  // another place
   });
 }
 
-TEST(Muster, WhoDeclinesLetsNobodyWait) {
+TEST(Rendezvous, WhoDeclinesLetsNobodyWait) {
   run_on_segment([](const RunContext& context) {
     if (context.me() == 1) return decline(context, 0);
-    EXPECT_FALSE(muster(context, 0, 1, Deadline(kLong)));
+    EXPECT_FALSE(rendezvous(context, 0, 1, Deadline(kLong)));
   });
 }
 
 // One rank may lose patience while the last one comes: all get the same answer.
-TEST(Muster, GivesAllTheSameAnswer) {
+TEST(Rendezvous, GivesAllTheSameAnswer) {
   for (int turn = 0; turn < 50; ++turn) {
     std::atomic<int> came = 0;
     run_on_segment([&](const RunContext& context) {
       if (context.me() == 2) std::this_thread::sleep_for(milliseconds(2));
       const milliseconds patience = context.me() == 0 ? milliseconds(2) : kLong;
-      came += muster(context, 0, 1, Deadline(patience));
+      came += rendezvous(context, 0, 1, Deadline(patience));
     });
     EXPECT_TRUE(came == 0 || came == kRanks) << came;
   }
 }
 
-TEST(Muster, EndsWithTheGroup) {
+TEST(Rendezvous, EndsWithTheGroup) {
   run_on_segment([](const RunContext& context) {
     if (context.me() == 0) {
       context.segment.abort(DPT_ERR_ABORTED, "for the test");
       return;
     }
-    EXPECT_THROW(muster(context, 0, 1, Deadline(kLong)), Error);
+    EXPECT_THROW(rendezvous(context, 0, 1, Deadline(kLong)), Error);
   });
 }
 

@@ -36,12 +36,12 @@ struct Between {
   std::function<void(dpt_status status, const std::string& reason)> on_trouble;
 };
 
-class Courier {
+class InternodeSender {
  public:
-  Courier(std::shared_ptr<Between> between, const Membership& ranks, const Board& board);
-  ~Courier();  // gives up what is under way
-  Courier(const Courier&) = delete;
-  Courier& operator=(const Courier&) = delete;
+  InternodeSender(std::shared_ptr<Between> between, const Membership& ranks, const Board& board);
+  ~InternodeSender();  // gives up what is under way
+  InternodeSender(const InternodeSender&) = delete;
+  InternodeSender& operator=(const InternodeSender&) = delete;
 
   // Does what can be done for the operation that begins with chunk `first`, which ranks of this
   // node have begun; true: something. Operations come one after the other. Throws Error where a

@@ -19,12 +19,12 @@ using ::testing::HasSubstr;
 constexpr Collective kBetweenNodes[] = {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER};
 
 // The node of each rank.
-class CourierLayouts : public ::testing::TestWithParam<std::vector<int>> {
+class InternodeSenderLayouts : public ::testing::TestWithParam<std::vector<int>> {
  protected:
   int size() const { return static_cast<int>(GetParam().size()); }
 };
 
-TEST_P(CourierLayouts, EveryCollectiveOfOddSizes) {
+TEST_P(InternodeSenderLayouts, EveryCollectiveOfOddSizes) {
   auto all = processes(size());
   StagedRanks ranks(all, {.delay_us = 0, .node_of = GetParam()});
   int salt = 0;
@@ -39,7 +39,7 @@ TEST_P(CourierLayouts, EveryCollectiveOfOddSizes) {
   }
 }
 
-TEST_P(CourierLayouts, ManyAtATime) {
+TEST_P(InternodeSenderLayouts, ManyAtATime) {
   auto all = processes(size());
   StagedRanks ranks(all, {.slow_rank = 1, .node_of = GetParam()});
   std::vector<std::unique_ptr<Operation>> operations;
@@ -62,7 +62,7 @@ TEST_P(CourierLayouts, ManyAtATime) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Nodes,
-                         CourierLayouts,
+                         InternodeSenderLayouts,
                          ::testing::Values(std::vector{0, 1},
                                            std::vector{0, 0, 1, 1},
                                            std::vector{0, 1, 0, 1},
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Nodes,
                                            std::vector{0, 1, 1, 2, 2, 0},
                                            std::vector{0, 0, 0, 0, 1, 1, 1, 1}));
 
-TEST(Courier, EveryTypeAndReduction) {
+TEST(InternodeSender, EveryTypeAndReduction) {
   auto all = processes(4);
   StagedRanks ranks(all, {.delay_us = 0, .node_of = {0, 0, 1, 1}});
   for (int type = DPT_BOOL; type <= DPT_FLOAT64; ++type) {
@@ -86,7 +86,7 @@ TEST(Courier, EveryTypeAndReduction) {
   }
 }
 
-TEST(Courier, InPlaceAndAnyDepth) {
+TEST(InternodeSender, InPlaceAndAnyDepth) {
   for (const int depth : {1, 2, 4}) {
     for (const Collective collective : {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER}) {
       auto all = processes(4);
@@ -103,7 +103,7 @@ TEST(Courier, InPlaceAndAnyDepth) {
   }
 }
 
-TEST(Courier, NumbersThatGoRound) {
+TEST(InternodeSender, NumbersThatGoRound) {
   auto all = processes(4);
   StagedRanks ranks(all, {.first_chunk = (uint64_t{1} << 32) - 20, .node_of = {0, 0, 1, 1}});
   for (const Collective collective : kBetweenNodes) {
@@ -113,7 +113,7 @@ TEST(Courier, NumbersThatGoRound) {
   }
 }
 
-TEST(Courier, BroadcastIsNotServed) {
+TEST(InternodeSender, BroadcastIsNotServed) {
   EXPECT_THAT(Job::why_not({.collective = DPT_BROADCAST, .dtype = DPT_FLOAT32, .nodes = true}),
               HasSubstr("no broadcast between nodes"));
 }
@@ -140,7 +140,7 @@ void end(StagedRanks& ranks, std::vector<std::unique_ptr<Process>>& all) {
   for (auto& each : all) each->stream.synchronize();
 }
 
-TEST(Courier, APartnerThatDoesNotComeIsNamed) {
+TEST(InternodeSender, APartnerThatDoesNotComeIsNamed) {
   auto all = processes(4);
   StagedRanks ranks(all, {.node_of = {0, 0, 1, 1}});
   Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 4);
@@ -152,7 +152,7 @@ TEST(Courier, APartnerThatDoesNotComeIsNamed) {
   for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(operation.is_untouched(rank));
 }
 
-TEST(Courier, DifferentOperationsOfNodesAreNamed) {
+TEST(InternodeSender, DifferentOperationsOfNodesAreNamed) {
   auto all = processes(2);
   StagedRanks ranks(all, {.node_of = {0, 1}});
   Operation one(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 2);
@@ -164,7 +164,7 @@ TEST(Courier, DifferentOperationsOfNodesAreNamed) {
   end(ranks, all);
 }
 
-TEST(Courier, APartnerThatLeftIsTold) {
+TEST(InternodeSender, APartnerThatLeftIsTold) {
   auto all = processes(2);
   StagedRanks ranks(all, {.node_of = {0, 1}});
   Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 50000, 2);
