@@ -71,6 +71,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # the modules and the tests: they stay
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_earlier_modules_keep_is_not_searched() -> None:
+    """What earlier tests have imported stays: many tests collect garbage, and would look there."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def decisions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test's code decides is in no other test's report."""

@@ -58,23 +58,33 @@ def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saves:
     return Saves(plan(str(view), str(tmp_path / "outside")))
 
 
+Hook = Callable[[str, tuple[Any, ...]], None]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> list[Hook]:
+    """Hooks for what the interpreter does; there is one of Python's, which stays for ever."""
+    called: list[Hook] = []
+
+    def tell(event: str, args: tuple[Any, ...]) -> None:
+        for hook in called:
+            hook(event, args)
+
+    sys.addaudithook(tell)
+    return called
+
+
 @pytest.fixture
-def script(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saves]:
+def script(saves: Saves, hooks: list[Hook], monkeypatch: pytest.MonkeyPatch) -> Iterator[Saves]:
     """`saves` at work in this process, until the test ends."""
     for name in ("safetensors.torch", "safetensors.numpy"):
         pytest.importorskip(name)
     import torch.distributed.checkpoint.filesystem  # noqa: F401
 
-    is_on = True
-
-    def add(hook: Callable[[str, tuple[Any, ...]], None]) -> None:
-        sys_add(lambda event, args: hook(event, args) if is_on else None)
-
-    sys_add = sys.addaudithook
-    monkeypatch.setattr(sys, "addaudithook", add)
+    monkeypatch.setattr(sys, "addaudithook", hooks.append)
     saves.install()
     yield saves
-    is_on = False
+    hooks.clear()
     saves._patches.undo()
 
 

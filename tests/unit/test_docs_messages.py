@@ -25,9 +25,10 @@ VARYING = "…"
 LEAST_FIXED = 8  # letters in a row without which a message says nothing of its own
 
 
-def fixed_parts(message: str) -> list[str]:
+@cache
+def fixed_parts(message: str) -> tuple[str, ...]:
     """Return the parts of a message that never vary, in order, without surrounding blanks."""
-    return [" ".join(part.split()) for part in message.split(VARYING) if part.strip()]
+    return tuple(" ".join(part.split()) for part in message.split(VARYING) if part.strip())
 
 
 def fits(row: str, message: str) -> bool:
