@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,36 +199,46 @@ def test_rank_0_may_leave_a_group_that_was_never_used() -> None:
     spawn_ranks(leaves_at_once, 3)
 
 
-def leaves_before_it_is_used(rank: int, world_size: int, pause_s: float, act: str) -> str:
-    """Rank 0 destroys a group with which the others begin `pause_s` later."""
+def leaves_before_it_is_used(
+    rank: int, world_size: int, pause_s: float, acts: list[str]
+) -> list[str]:
+    """Rank 0 destroys groups, one for each act, with which the others begin `pause_s` later."""
     dist.init_process_group(BACKEND, store=rank_store("w"), rank=rank, world_size=world_size)
-    group, done = dist.new_group(), rank_store("done")
+    groups, done = [dist.new_group() for _ in acts], rank_store("done")
     if rank == 0:
         dist.destroy_process_group()
         done.wait([str(peer) for peer in range(1, world_size)])
-        return ""
+        return []
     time.sleep(pause_s)
-    try:
-        if act == "all_reduce":
-            dist.all_reduce(torch.ones(3), group=group)
-        elif rank == 1:
-            dist.send(torch.ones(3), 2, group=group)
-        else:
-            dist.recv(torch.zeros(3), 1, group=group)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        done.set(str(rank), "")
-    return "done"
+
+    def use(act: str, group: Any) -> str:
+        try:
+            if act == "all_reduce":
+                dist.all_reduce(torch.ones(3), group=group)
+            elif rank == 1:
+                dist.send(torch.ones(3), 2, group=group)
+            else:
+                dist.recv(torch.zeros(3), 1, group=group)
+        except RuntimeError as error:
+            return str(error)
+        return "done"
+
+    with ThreadPoolExecutor() as threads:
+        said = list(threads.map(use, acts, groups))
+    done.set(str(rank), "")
+    return said
 
 
-@pytest.mark.parametrize(("pause_s", "act"), [(0.2, "message"), (4, "message"), (4, "all_reduce")])
-def test_a_rank_that_leaves_a_group_before_it_is_used(pause_s: float, act: str) -> None:
+@pytest.mark.parametrize(
+    ("pause_s", "acts"), [(0.2, ["message"]), (4, ["message", "all_reduce"])], ids=["soon", "late"]
+)
+def test_a_rank_that_leaves_a_group_before_it_is_used(pause_s: float, acts: list[str]) -> None:
     """A moment later messages of others pass; then who would wait for it for ever is told."""
-    said = spawn_ranks(leaves_before_it_is_used, 3, pause_s, act, fresh=True)[1:]
+    ranks = spawn_ranks(leaves_before_it_is_used, 3, pause_s, acts, fresh=True)[1:]
+    assert [len(said) for said in ranks] == [len(acts)] * 2
     if pause_s < 1:
-        assert said == ["done", "done"]
-    for text in said if pause_s > 1 else []:
+        assert ranks == [["done"], ["done"]]
+    for text in [text for said in ranks for text in said] if pause_s > 1 else []:
         assert "rank 0 has left the group (destroy_process_group, or its program's end)" in text
 
 
@@ -289,6 +300,9 @@ def detail_level(rank: int, world_size: int) -> float:
     """Also after messages, of which each rank has another number, as the stages of a pipeline."""
     from deepytorch_core.c10d import backend
 
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # or torch would read it when it is imported
+    backend.register()
+    dist.init_process_group(BACKEND, store=rank_store("w"), rank=rank, world_size=world_size)
     sent = torch.ones(3)
     for _ in range(2):
         if rank < 2:
@@ -299,8 +313,7 @@ def detail_level(rank: int, world_size: int) -> float:
 
 
 def test_debug_level_detail() -> None:
-    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert spawn_ranks(detail_level, 3, backend=BACKEND, env=env) == [3.0] * 3
+    assert spawn_ranks(detail_level, 3, fresh=True) == [3.0] * 3
 
 
 def in_threads(rank: int, world_size: int) -> None:

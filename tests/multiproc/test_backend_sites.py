@@ -512,6 +512,7 @@ def test_profiler_describes_the_job(backend: str) -> None:
 
 
 def debug_wrapper(rank: int, world_size: int) -> list[Any]:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # or torch would read it when it is imported
     init(rank, world_size)
     value = torch.ones(2)
     dist.all_reduce(value)
@@ -520,7 +521,7 @@ def debug_wrapper(rank: int, world_size: int) -> list[Any]:
 
 
 def test_torchs_detailed_debugging_wraps_ours() -> None:
-    found = spawn_ranks(debug_wrapper, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    found = spawn_ranks(debug_wrapper, 2, fresh=True)
     assert found[0] == [2.0, "_ProcessGroupWrapper"]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from deepytorch import cli
+from deepytorch.cli import compare, runner
 from deepytorch.workloads import scripts
 from deepytorch.workloads.scripts.script import OUT, Script, Size
 from deepytorch_core.bench.record import SCRIPT_FIELDS
+from deepytorch_core.testing import spawn_ranks
 
 # It never ends; it says where it runs and under what, and keeps something that goes with the run.
 TRAIN = """
@@ -77,6 +81,36 @@ def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "checkouts"
 
 
+def start(
+    rank: int, world_size: int, arguments: list[str], folder: str, variables: dict[str, str]
+) -> None:
+    """Run what torchrun would start."""
+    os.environ.update(variables)  # noqa: TID251
+    os.chdir(folder)
+    runner.main(arguments)
+
+
+@pytest.fixture
+def by_forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked with torch in them, where torchrun would take seconds for each run."""
+
+    def launch(
+        job: compare.Job,
+        folder: Path,
+        variables: Mapping[str, str],
+        log: Path,
+        watch: compare.Watch | None,
+    ) -> int:
+        plan = folder / "plan.json"
+        view = json.loads(plan.read_text())["workspace"]
+        arguments = ["--compare", str(plan), *compare._arguments(job)]
+        environment = compare._environment(job, variables, view)
+        spawn_ranks(start, 1, arguments, view, environment, fresh=True)
+        return 0
+
+    monkeypatch.setattr(compare, "_launch", launch)
+
+
 def bench(checkouts: Path, *options: str) -> tuple[Any, list[dict[str, Any]]]:
     """Run the command; return its result and its records."""
     file = checkouts.parent / "records.jsonl"
@@ -86,12 +120,14 @@ def bench(checkouts: Path, *options: str) -> tuple[Any, list[dict[str, Any]]]:
     return done, [json.loads(one) for one in lines]
 
 
+@pytest.mark.usefixtures("by_forking")
 def test_a_script_is_run_in_turns_and_recorded(checkouts: Path) -> None:
     git = ["git", "-C", str(checkouts / "thing"), "-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *arguments], check=True)
-    done, (record,) = bench(checkouts, "--seconds", "0.2", "--only", "one")
+    done, records = bench(checkouts, "--seconds", "0.2", "--only", "one")
     assert done.exit_code == 0, done.output
+    (record,) = records
     assert set(record) == {*SCRIPT_FIELDS, "command"}
     assert record["script"] == "one"
     assert len(record["script_commit"]) == 40

@@ -1,12 +1,14 @@
 """`deepytorch run` starts a program as torchrun would, and as Python would."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from deepytorch.cli import launcher
+from deepytorch_core.testing.forked import ForkedProgram
 
 # The program prints all that it can tell of how it was started.
 PROBE = """
@@ -48,7 +50,23 @@ def probe(tmp_path, monkeypatch):
             path.unlink()
         return done, seen
 
+    def job(*arguments):
+        """`deepytorch run` by a fork that has imported torch; all that is printed is in stdout."""
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        words = [sys.executable, *command(*map(str, arguments))]
+        program = ForkedProgram(words, log, dict(os.environ))  # noqa: TID251
+        try:
+            status = program.wait(100)
+        finally:
+            program.kill()
+        seen = {path.stem: json.loads(path.read_text()) for path in outputs.iterdir()}
+        for path in outputs.iterdir():
+            path.unlink()
+        return subprocess.CompletedProcess(words, status, log.read_text()), seen
+
     run.cwd = elsewhere
+    run.job = job
     return run
 
 
@@ -62,8 +80,8 @@ def test_a_script_keeps_its_arguments_on_every_rank(tmp_path, probe):
     script = folder / "train.py"
     script.write_text(PROBE)
     arguments = ["--nproc-per-node", "5", "-m", "two words", "--", "--help"]
-    done, seen = probe(*command("--nproc-per-node", "2", str(script), *arguments))
-    assert done.returncode == 0, done.stderr
+    done, seen = probe.job("--nproc-per-node", "2", script, *arguments)
+    assert done.returncode == 0, done.stdout
     assert sorted(seen) == ["0", "1"]
     for rank, facts in seen.items():
         assert facts["argv"] == [str(script), *arguments]
@@ -86,17 +104,6 @@ def test_a_module_starts_as_python_m_would(probe):
     assert told["name"] == "__main__"
 
 
-def test_one_process_is_no_job_unless_it_is_asked_to_be(tmp_path, probe):
-    script = tmp_path / "train.py"
-    script.write_text(PROBE)
-    done, seen = probe(*command(str(script)))
-    assert done.returncode == 0, done.stderr
-    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [(None, None)]
-    done, seen = probe(*command("--nproc-per-node", "1", str(script)))
-    assert done.returncode == 0, done.stderr
-    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [("0", "1")]
-
-
 @pytest.mark.parametrize(
     ("ending", "alone", "as_rank"),
     [
@@ -106,19 +113,23 @@ def test_one_process_is_no_job_unless_it_is_asked_to_be(tmp_path, probe):
     ],
 )
 def test_the_exit_status_is_the_scripts(tmp_path, probe, ending, alone, as_rank):
+    """One process is no job unless it is asked to be."""
     script = tmp_path / "ends.py"
-    script.write_text(f"import os, sys\n{ending}\n")
-    done, _ = probe(*command(str(script)))
-    assert done.returncode == alone, done.stderr
-    job, _ = probe(*command("--nproc-per-node", "1", str(script)))
-    assert job.returncode == as_rank, job.stderr
+    script.write_text(f"{PROBE}\n{ending}\n")
+    job, seen = probe.job("--nproc-per-node", "1", script)
+    assert job.returncode == as_rank, job.stdout
+    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [("0", "1")]
+    # A process that ends by itself gives its status to whoever waits for it.
+    done, seen = probe.job(script) if as_rank > 128 else probe(*command(str(script)))
+    assert done.returncode == alone, done
+    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [(None, None)]
     if as_rank == 1:
         by_python = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, check=False
         )
         assert done.stderr == by_python.stderr
-        assert f"{script} FAILED" in job.stderr
-        assert "runner.py" not in job.stderr
+        assert f"{script} FAILED" in job.stdout
+        assert "runner.py" not in job.stdout
 
 
 def test_a_programs_own_excepthook_and_error_file_work(tmp_path, probe):
@@ -133,17 +144,17 @@ def test_a_programs_own_excepthook_and_error_file_work(tmp_path, probe):
         "    raise KeyError('from main')\n"
         "main()\n"
     )
-    done, _ = probe(*command("--nproc-per-node", "1", str(script)))
+    done, _ = probe.job("--nproc-per-node", "1", script)
     assert done.returncode == 1
     assert "mine KeyError 3" in done.stdout  # the script's line, torch's wrapper, main
-    assert "KeyError: 'from main'" in done.stderr.partition("FAILED")[2]
-    assert "runner.py" not in done.stderr
+    assert "KeyError: 'from main'" in done.stdout.partition("FAILED")[2]
+    assert "runner.py" not in done.stdout
 
 
 def test_a_mistyped_option_of_torchrun_is_suggested(probe):
-    done, _ = probe(*command("--nproc-per-ndoe", "2", "train.py"))
+    done, _ = probe.job("--nproc-per-ndoe", "2", "train.py")
     assert done.returncode == 2
-    assert "did you mean --nproc-per-node?" in done.stderr
+    assert "did you mean --nproc-per-node?" in done.stdout
 
 
 def test_the_runner_matches_python_itself(tmp_path, probe):
@@ -172,7 +183,7 @@ def test_a_script_that_starts_its_own_ranks_is_told_how_to_be_started(tmp_path, 
     assert done.stderr.count(said) == 1, done.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.extended)])
 def test_ranks_that_a_script_starts_itself_do_not_wait_for_each_other(tmp_path, probe, method):
     script = tmp_path / "train.py"
     script.write_text(
@@ -187,6 +198,6 @@ def test_ranks_that_a_script_starts_itself_do_not_wait_for_each_other(tmp_path, 
         "    [rank.join() for rank in ranks]\n"
         "    sys.exit(max(rank.exitcode for rank in ranks))\n"
     )
-    done, _ = probe(*command("--nproc-per-node", "1", str(script)))
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.count("RuntimeError: this process, which the script has started, is to") == 2
+    done, _ = probe.job("--nproc-per-node", "1", script)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.count("RuntimeError: this process, which the script has started, is to") == 2

@@ -9,6 +9,7 @@ import pytest
 
 from deepytorch_core.base import config
 from deepytorch_core.report.summary import Report
+from deepytorch_core.testing.forked import ForkedProgram
 
 SCRIPT = """
 import os
@@ -92,16 +93,8 @@ def test_ranks_make_one_report(run, tmp_path):
 
 
 def test_one_process_leaves_one_also_where_the_script_fails(run, tmp_path):
-    # Its DataLoader's worker leaves none.
-    status, said = run(status=3, DEEPYTORCH_REPORT="report")
-    assert status == 3, said
-    whole = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert list(whole["ranks"]) == ["0"]
-    assert whole["ranks"]["0"]["course"]["steps"] == 12
-    assert said.count("the report of this run: ") == 1
+    """Its DataLoader's worker leaves none; the script's commit is its repository's."""
 
-
-def test_a_commit_of_the_script_is_its_repositorys(run, tmp_path):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         command = ["git", "-C", str(tmp_path), *who, *words]
@@ -110,16 +103,33 @@ def test_a_commit_of_the_script_is_its_repositorys(run, tmp_path):
     git("init", "-q")
     git("add", "train.py")
     git("commit", "-qm", "Train")
-    assert run("--report", "report")[0] == 0
-    origin = json.loads((tmp_path / "report" / "report.json").read_text())["provenance"]
-    assert origin["script_commit"] == git("rev-parse", "HEAD")
+    status, said = run(status=3, DEEPYTORCH_REPORT="report")
+    assert status == 3, said
+    whole = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert list(whole["ranks"]) == ["0"]
+    assert whole["ranks"]["0"]["course"]["steps"] == 12
+    assert whole["provenance"]["script_commit"] == git("rev-parse", "HEAD")
+    assert said.count("the report of this run: ") == 1
 
 
-def test_a_place_that_cannot_be_written_is_an_error_before_the_script_starts(run, tmp_path):
+def test_a_place_that_cannot_be_written_is_an_error_before_the_script_starts(tmp_path):
+    """By forks that have imported torch, as the script's process never starts."""
     (tmp_path / "file").write_text("")
-    status, said = run("--report", "file/report")
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it was started')")
+
+    def fails(*options):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "deepytorch.cli", "run", *options, str(script)]
+        status = ForkedProgram(command, log, dict(os.environ)).wait(100)  # noqa: TID251
+        assert "it was started" not in log.read_text()
+        return status, log.read_text()
+
+    place = str(tmp_path / "file" / "report")
+    status, said = fails("--report", place)
     assert status != 0
-    assert "--report file/report can't be written" in said
-    status, said = run("--report", "report", "--compare")
+    assert f"--report {place} can't be written" in said
+    status, said = fails("--report", str(tmp_path / "report"), "--compare")
     assert status == 2
     assert "--html" in said

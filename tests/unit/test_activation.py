@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import run_program, run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +49,13 @@ def output(program: str, **variables: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+def forked(program: str, folder: Path, **variables: str) -> tuple[str, str]:
+    """The same where torch has been imported before: what it printed, and its errors."""
+    script = folder / "program.py"
+    script.write_text(program)
+    return run_script(script, world_size=1, variables=variables)
+
+
 def test_before_torch_it_neither_imports_torch_nor_prints() -> None:
     result = run(
         "import sys, deepytorch\n"
@@ -68,7 +75,9 @@ def test_before_torch_it_neither_imports_torch_nor_prints() -> None:
     "imports",
     [
         "import deepytorch, torch, torch.distributed as dist\n",
-        "import torch, torch.distributed as dist, deepytorch\n",
+        pytest.param(
+            "import torch, torch.distributed as dist, deepytorch\n", marks=pytest.mark.extended
+        ),
         "import torch, torch.distributed as dist\n"
         "from torch.distributed import init_process_group\n"
         "dist.init_process_group = init_process_group\n"
@@ -88,10 +97,24 @@ def test_it_acts_whenever_it_is_imported(imports: str) -> None:
 
 
 def test_without_argument_the_group_serves_every_device() -> None:
+    """Groups with processes outside of the job are left alone: torch's helper, without a world.
+
+    Trainers make them that send weights to an inference server.
+    """
     lines = output(
-        "import deepytorch, torch, torch.distributed as dist\n" + INIT + "print(*init(None))\n"
+        "import deepytorch, torch, torch.distributed as dist\n"
+        "from torch.distributed.distributed_c10d import _new_process_group_helper, _world\n"
+        "from datetime import timedelta\n"
+        "group, _ = _new_process_group_helper(\n"
+        "    1, 0, [], 'gloo', dist.HashStore(), group_name='weights',\n"
+        "    timeout=timedelta(seconds=9))\n"
+        "print(_world.pg_backend_config[group])\n"
+        "group, _ = _new_process_group_helper(\n"
+        "    group_size=1, group_rank=0, global_ranks_in_group=[], backend='gloo',\n"
+        "    store=dist.HashStore(), group_name='by name', timeout=timedelta(seconds=9))\n"
+        "print(_world.pg_backend_config[group])\n" + INIT + "print(*init(None))\n"
     )
-    assert lines == ["deepytorch cpu:deepytorch"]
+    assert lines == ["cpu:gloo,cuda:gloo"] * 2 + ["deepytorch cpu:deepytorch"]
 
 
 def test_switched_off_it_does_nothing_at_all() -> None:
@@ -110,50 +133,56 @@ def test_switched_off_it_does_nothing_at_all() -> None:
     assert (result.stdout, result.stderr) == ("gloo cpu:gloo,cuda:gloo\n", "")
 
 
-def test_switched_off_an_explicit_name_still_works_through_gloo_itself() -> None:
-    lines = output(
-        "import os, sys, torch, torch.distributed as dist\n"
+def test_switched_off_an_explicit_name_still_works_through_gloo_itself(tmp_path: Path) -> None:
+    printed, _ = forked(
+        "import sys, torch, torch.distributed as dist\n"
         "from deepytorch_core.c10d import backend\n"
         "backend.register()\n"
         + INIT
         + "print(*init('deepytorch'))\n"
         + "group = dist.distributed_c10d._get_default_group()\n"
         + "print(type(group._get_backend(torch.device('cpu'))).__name__)\n"
-        + "assert 'deepytorch_c10d' not in sys.modules\n"
-        # torch's own gloo may abort a busy machine's process as it lets its groups go.
-        + "sys.stdout.flush(); os._exit(0)\n",
+        + "assert 'deepytorch_c10d' not in sys.modules\n",
+        tmp_path,
         DEEPYTORCH_ENABLED="0",
         CXX="/nonexistent/c++",
         DEEPYTORCH_CACHE_DIR="/nonexistent/cache",
     )
-    assert lines == ["deepytorch cpu:deepytorch", "ProcessGroupGloo"]
+    assert printed.splitlines() == ["deepytorch cpu:deepytorch", "ProcessGroupGloo"]
 
 
-def test_stock_collectives_leave_groups_alone_but_not_the_explicit_name() -> None:
-    lines = output(
-        "import os, sys, deepytorch, torch, torch.distributed as dist\n"
+def test_stock_collectives_leave_groups_alone_but_not_the_explicit_name(tmp_path: Path) -> None:
+    printed, _ = forked(
+        "import deepytorch, torch, torch.distributed as dist\n"
         + INIT
         + "print(*init('gloo'))\n"
         + "dist.destroy_process_group()\n"
         + "print(*init('deepytorch'))\n"
         + "report = deepytorch.report()\n"
-        + "print(report.native_calls, report.delegated_calls)\n"
-        + "sys.stdout.flush(); os._exit(0)\n",
+        + "print(report.native_calls, report.delegated_calls)\n",
+        tmp_path,
         DEEPYTORCH_COLLECTIVES="stock",
     )
-    assert lines == ["gloo cpu:gloo,cuda:gloo", "deepytorch cpu:deepytorch", "0 1"]
+    assert printed.splitlines() == ["gloo cpu:gloo,cuda:gloo", "deepytorch cpu:deepytorch", "0 1"]
 
 
 def test_without_a_compiler_stock_collectives_are_kept_with_one_line(tmp_path: Path) -> None:
-    nothing = {"CXX": "/nonexistent/c++", "DEEPYTORCH_CACHE_DIR": str(tmp_path)}
-    program = "import deepytorch, torch, torch.distributed as dist\n" + INIT
-    result = run(program + "print(*init('gloo'))\n", TMPDIR=str(tmp_path), **nothing)
+    result = run(
+        "import deepytorch, torch, torch.distributed as dist\n"
+        + INIT
+        + "print(*init('gloo'), flush=True)\n"
+        + "dist.destroy_process_group()\n"
+        # Only the explicit name insists.
+        + "init('deepytorch')\n",
+        TMPDIR=str(tmp_path),
+        CXX="/nonexistent/c++",
+        DEEPYTORCH_CACHE_DIR=str(tmp_path),
+    )
     assert result.stdout == "gloo cpu:gloo,cuda:gloo\n", result.stderr
-    (line,) = result.stderr.splitlines()
+    line, error, *_ = result.stderr.splitlines()
+    assert error.endswith("Traceback (most recent call last):")
     assert "keeping torch's own collectives" in line
     assert "g++" in line
-    # Only the explicit name insists.
-    result = run(program + "init('deepytorch')\n", TMPDIR=str(tmp_path), **nothing)
     assert "AdapterError: no C++ compiler" in result.stderr
 
 
@@ -189,8 +218,8 @@ def test_options_change_and_reset() -> None:
     assert "did you mean collectives?" in lines[4]
 
 
-def test_deactivating_leaves_torch_as_it_was() -> None:
-    lines = output(
+def test_deactivating_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    printed, _ = forked(
         "import torch, torch.distributed as dist, torch.distributed.nn.functional as functional\n"
         "from torch.distributed import distributed_c10d as c10d, device_mesh\n"
         "def state():\n"
@@ -210,8 +239,10 @@ def test_deactivating_leaves_torch_as_it_was() -> None:
         "after = state()\n"
         "print([key for key in before if before[key] is not after[key]])\n"
         + INIT
-        + "print(*init('gloo'))\n"
+        + "print(*init('gloo'))\n",
+        tmp_path,
     )
+    lines = printed.splitlines()
     assert lines[0].split() == [
         "_abort_process_group",
         "_add_ephemeral_timeout_for_all_pgs",
@@ -244,34 +275,17 @@ def test_a_torch_that_is_not_as_expected_is_left_alone() -> None:
     assert "no such thing in this torch" in result.stderr
 
 
-def test_groups_with_processes_outside_of_the_job_are_left_alone() -> None:
-    # As trainers do that send weights to an inference server: torch's helper, without a world.
-    lines = output(
-        "import deepytorch, torch, torch.distributed as dist\n"
-        "from torch.distributed.distributed_c10d import _new_process_group_helper, _world\n"
-        "from datetime import timedelta\n"
-        "group, _ = _new_process_group_helper(\n"
-        "    1, 0, [], 'gloo', dist.HashStore(), group_name='weights',\n"
-        "    timeout=timedelta(seconds=9))\n"
-        "print(_world.pg_backend_config[group])\n"
-        "group, _ = _new_process_group_helper(\n"
-        "    group_size=1, group_rank=0, global_ranks_in_group=[], backend='gloo',\n"
-        "    store=dist.HashStore(), group_name='by name', timeout=timedelta(seconds=9))\n"
-        "print(_world.pg_backend_config[group])\n"
-    )
-    assert lines == ["cpu:gloo,cuda:gloo"] * 2
-
-
-def test_an_existing_group_that_cannot_be_upgraded_says_why() -> None:
-    result = run(
+def test_an_existing_group_that_cannot_be_upgraded_says_why(tmp_path: Path) -> None:
+    printed, said = forked(
         "import torch, torch.distributed as dist\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
         "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)\n"
         "import deepytorch\n"
-        "print(dist.get_backend())\n"
+        "print(dist.get_backend())\n",
+        tmp_path,
     )
-    assert result.stdout == "fake\n"
-    assert "keeps fake:" in result.stderr
+    assert printed == "fake\n"
+    assert "keeps fake:" in said
 
 
 def test_report_before_anything_has_happened() -> None:

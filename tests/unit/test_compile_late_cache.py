@@ -94,16 +94,20 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_every_use_of_a_late_cache_finds_stocks(use: Callable[[Any], Any]) -> None:
+def test_every_use_of_a_late_cache_finds_stocks() -> None:
+    """Each cache is used for the first time, and all are made before that."""
     stock, model = llama(), llama()
     deepytorch.compile(model, "aot-eager")
     for one in (stock, model):
         one(**batch())
-    expected, found = (use(one(**batch()).past_key_values) for one in (stock, model))
-    if isinstance(expected, DynamicCache):
-        expected, found = (one.get_seq_length() for one in (expected, found))
-    assert found == expected
+    seen = in_layers(model)
+    caches = [[one(**batch()).past_key_values for _ in USES] for one in (stock, model)]
+    assert seen == [None] * 2 * len(USES)
+    for (name, use), theirs, ours in zip(USES.items(), *caches, strict=True):
+        expected, found = use(theirs), use(ours)
+        if isinstance(expected, DynamicCache):
+            expected, found = (one.get_seq_length() for one in (expected, found))
+        assert found == expected, name
 
 
 @pytest.mark.extended

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
+
+from deepytorch_core.testing import run_script
 
 _CHANGES = {
     "older way": "torch.set_float32_matmul_precision('high')",
@@ -20,28 +20,27 @@ _CHANGES = {
 _TELL = "import torch; from deepytorch_core.compile import switches; "
 
 
-def run(program: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", _TELL + program], check=True, capture_output=True, text=True
-    )
-    return done.stdout
+def run(program: str, folder: Path) -> str:
+    script = folder / "program.py"
+    script.write_text(_TELL + program)
+    return run_script(script, world_size=1)[0]
 
 
 @pytest.mark.parametrize(
     "left_out", [pytest.param("older way", marks=pytest.mark.extended), "newer way"]
 )
-def test_another_process_gets_them(left_out: str) -> None:
+def test_another_process_gets_them(left_out: str, tmp_path: Path) -> None:
     changes = "; ".join(change for name, change in _CHANGES.items() if name != left_out)
-    there = run(f"{changes}; print(switches.now())")
+    there = run(f"{changes}; print(switches.now())", tmp_path)
     facts = there.replace("torch.bfloat16", "'bf'")
     put = (
         f"values = {facts.strip()}; values['default_dtype'] = torch.bfloat16; "
         "before = switches.now(); switches.resemble(values); "
         "changed = sum(one != values[name] for name, one in before.items()); "
     )
-    assert run(put + "print(switches.now()); assert changed >= 6, changed") == there
+    assert run(put + "print(switches.now()); assert changed >= 6, changed", tmp_path) == there
 
 
-def test_precision_can_be_asked_for_however_it_was_set() -> None:
+def test_precision_can_be_asked_for_however_it_was_set(tmp_path: Path) -> None:
     change = _CHANGES["newer way"]
-    assert run(f"{change}; print(switches.matmul_precision())").strip() == "tf32"
+    assert run(f"{change}; print(switches.matmul_precision())", tmp_path).strip() == "tf32"
