@@ -438,7 +438,7 @@ def run_all_cases(rank: int, world_size: int) -> None:
         run_case(rank, world_size, case.__name__)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.extended), 3])
 def test_same_as_gloo_while_plans_are_tried(world_size: int, tmp_path: Path) -> None:
     """As users have it: tuning is on, and nothing is known yet."""
     env = {"DEEPYTORCH_TUNE": "auto", "DEEPYTORCH_PROFILE": str(tmp_path / "profile.json")}

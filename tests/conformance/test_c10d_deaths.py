@@ -227,7 +227,7 @@ def joins(rank: int, world_size: int, port: int, victims: set[int], late: int = 
     return value[0].item()
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_ranks_started_again_over_the_same_store_do_not_believe_what_killed_ones_left(
     late: int,
 ) -> None:

@@ -302,8 +302,18 @@ def run_case(rank: int, world_size: int, name: str) -> None:
             assert mine == expected
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+SLOW = many_in_the_opposite_order
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [
+        pytest.param(case, size, marks=[pytest.mark.extended] * (case is SLOW and size == 3))
+        for case in CASES
+        for size in (2, 3)
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_same_as_gloo(case: Case, world_size: int) -> None:
     spawn_ranks(run_case, world_size, case.__name__, backend=BACKEND)
 

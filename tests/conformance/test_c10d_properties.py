@@ -352,7 +352,13 @@ PHASES = (Phase.generate, Phase.shrink)
 EXAMPLES = {1: 15, 2: 40, 3: 20, 4: 20, 8: 8}
 
 
-@pytest.mark.parametrize("world_size", EXAMPLES)
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(number, marks=[pytest.mark.extended] * (number in (3, 8)))
+        for number in EXAMPLES
+    ],
+)
 def test_programs(world_size: int) -> None:
     @settings(max_examples=EXAMPLES[world_size], phases=PHASES)
     @given(st.lists(steps(world_size), min_size=1, max_size=12))

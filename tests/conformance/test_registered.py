@@ -351,7 +351,7 @@ def ddp(rank: int, world_size: int, how: str, *, views: bool) -> tuple[list[floa
     return losses, seen
 
 
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("views", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_ddp_buckets(views: bool) -> None:
     def run(how: str) -> list[Any]:
         return spawn_ranks(ddp, 2, how, views=views, fresh=True)

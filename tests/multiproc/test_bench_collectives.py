@@ -147,19 +147,27 @@ def is_alive(pid):
     return state not in "ZX"
 
 
+def all_end(ranks):
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(is_alive(pid) for pid in ranks)
+
+
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.extended), signal.SIGKILL],
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.extended),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.extended),
+        signal.SIGKILL,
+    ],
 )
 def test_nothing_is_left_when_it_is_stopped(endless, number):
     process, ranks = endless
     assert len(ranks) == 2
     process.send_signal(number)
     process.wait(timeout=30)
-    deadline = time.monotonic() + 10
-    while any(is_alive(pid) for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(is_alive(pid) for pid in ranks)
+    assert all_end(ranks)
 
 
 def test_a_killed_rank_is_named(endless):
@@ -168,3 +176,4 @@ def test_a_killed_rank_is_named(endless):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "rank 1 was killed by signal 9" in errors
+    assert all_end(ranks)

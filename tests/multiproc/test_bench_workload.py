@@ -10,9 +10,8 @@ from deepytorch.workloads.headline.run import compare, compare_together
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-@pytest.mark.parametrize(
-    "workload", [pytest.param("llama-1b-varlen", marks=pytest.mark.extended), "llama-1b-fsdp2"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("workload", ["llama-1b-varlen", "llama-1b-fsdp2"])
 def test_arms_take_turns_and_train_alike(workload: str) -> None:
     told: list[str] = []
     record = compare(

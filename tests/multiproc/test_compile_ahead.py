@@ -109,6 +109,28 @@ class Whole(nn.Module):
         return x
 
 
+class Short(nn.Module):
+    """A part of which each pass is a kernel or two: a C++ compiler takes seconds for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.up(x))
+
+
+class Small(nn.Module):
+    """Equal parts, which are in no list: one compile is for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (Short() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fourth(self.third(self.second(self.first(x))))
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
     torch.manual_seed(number)
     with torch.autocast("cpu", torch.bfloat16):
@@ -163,24 +185,29 @@ def alone(model: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("unusual_switches", "group", "spawned")
 @pytest.mark.parametrize(
-    ("wrap", "num_parts"),
+    ("make", "wrap", "num_parts"),
     [
-        pytest.param(alone, 3, marks=pytest.mark.extended),
-        (DistributedDataParallel, 3),
-        pytest.param(DistributedDataParallel, 1, marks=pytest.mark.extended),
+        (Small, DistributedDataParallel, 1),
+        pytest.param(Whole, alone, 3, marks=pytest.mark.extended),
+        pytest.param(Whole, DistributedDataParallel, 3, marks=pytest.mark.extended),
+        pytest.param(Whole, DistributedDataParallel, 1, marks=pytest.mark.extended),
     ],
-    ids=["alone", "parts", "whole"],
+    ids=["small", "alone", "parts", "whole"],
 )
 def test_a_training_goes_on_while_helpers_compile_it(
-    wrap: Callable[[nn.Module], nn.Module], num_parts: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], nn.Module],
+    wrap: Callable[[nn.Module], nn.Module],
+    num_parts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if num_parts == 1:
-        monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 250)
     torch.manual_seed(0)
-    model = Whole()
+    model = make()
+    if num_parts < len(regions.parts(model)):
+        monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 250)
     stock = copy.deepcopy(model)
-    assert [one.name for one in regions.find(model)] == ["Whole"]
-    assert len(regions.parts(model)) == 3
+    name = type(model).__name__
+    assert [one.name for one in regions.find(model)] == [name]
+    assert len(regions.parts(model)) == (3 if name == "Whole" else 1)
     optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, stock)]
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
@@ -203,7 +230,7 @@ def test_a_training_goes_on_while_helpers_compile_it(
     assert found.is_settled
     assert counters["aot_autograd"]["autograd_cache_hit"] >= num_parts
     assert not counters["aot_autograd"]["autograd_cache_miss"]
-    (made,) = [one for one in decisions.made() if one["what"] == "compile of Whole"][-1:]
+    (made,) = [one for one in decisions.made() if one["what"] == f"compile of {name}"][-1:]
     assert made["chosen"] in ("inductor", "eager"), made
     with torch.profiler.profile() as profile:
         step(wrapped, optimizers[0], number)

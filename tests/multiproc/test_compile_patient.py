@@ -154,7 +154,7 @@ def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhi
     region.remove()
 
 
-@pytest.mark.parametrize("patience", ["auto", "off"])
+@pytest.mark.parametrize("patience", [pytest.param("auto", marks=pytest.mark.extended), "off"])
 def test_layers_share_code_that_is_taken_over_while_their_model_returns_a_cache(
     patience: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

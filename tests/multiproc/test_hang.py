@@ -266,8 +266,8 @@ def time_out(rank: int, world_size: int, collectives: str, *, apart: bool) -> st
     return text
 
 
-def time_out_everywhere(rank: int, world_size: int) -> list[str]:
-    texts = [time_out(rank, world_size, kind, apart=False) for kind in ("native", "stock")]
+def time_out_everywhere(rank: int, world_size: int, kinds: list[str]) -> list[str]:
+    texts = [time_out(rank, world_size, kind, apart=False) for kind in kinds]
     with pytest.MonkeyPatch.context() as patch:
         # As if each rank were on a node of its own: none sees another's process.
         patch.setattr(config, "spans_nodes", lambda: True)
@@ -279,15 +279,17 @@ def time_out_everywhere(rank: int, world_size: int) -> list[str]:
         # The test is of what is said, not of how soon a busy machine says it.
         patch.setattr(live, "_ANSWER_LIMIT_S", 20.0)
         patch.setattr(live, "_VERDICT_LIMIT_S", 30.0)
-        texts += [time_out(rank, world_size, kind, apart=True) for kind in ("native", "stock")]
+        texts += [time_out(rank, world_size, kind, apart=True) for kind in kinds]
     return texts
 
 
-def test_the_error_begins_with_the_sentence() -> None:
-    texts = spawn_ranks(time_out_everywhere, 4, backend=None, timeout_s=100)
-    for kind, of_one, of_three in zip(
-        ("native", "stock", "native, apart", "stock, apart"), texts[1], texts[3], strict=True
-    ):
+@pytest.mark.parametrize(
+    "kinds", [["native"], pytest.param(["stock"], marks=pytest.mark.extended)], ids=" ".join
+)
+def test_the_error_begins_with_the_sentence(kinds: list[str]) -> None:
+    texts = spawn_ranks(time_out_everywhere, 4, kinds, backend=None, timeout_s=100)
+    names = [*kinds, *(f"{kind}, apart" for kind in kinds)]
+    for kind, of_one, of_three in zip(names, texts[1], texts[3], strict=True):
         first = of_one.splitlines()[0]
         assert first.startswith("rank 2 (node "), kind
         assert "never entered all_reduce #2 of group" in first, kind

@@ -13,7 +13,7 @@ import pytest
 
 from deepytorch_core.testing.ports import free_port
 
-LATE_S = 1.5  # so much later than the end of rank 0 the others use their group
+LATE_S = 1.0  # so much later than the end of rank 0 the others use their group
 SOON_S = 1.0
 PATIENCE_S = 60.0
 

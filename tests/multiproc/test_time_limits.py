@@ -16,7 +16,7 @@ from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 YEAR = timedelta(days=365)
-LATE_S = 0.2
+LATE_S = 0.1
 
 
 def late(rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from deepytorch_core import _core
 from deepytorch_core.base import config
 from deepytorch_core.report import explain, summary
 from deepytorch_core.testing import spawn_ranks
+from deepytorch_core.testing.forked import ForkedProgram
 
 KIB = 1 << 10
 
@@ -121,17 +121,15 @@ def test_every_operation_can_be_explained(tmp_path: Path) -> None:
 
 
 def test_explain_as_a_command(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "from deepytorch.cli import main; main()"]
+    log = tmp_path / "log"
+    program = ForkedProgram(
+        [sys.executable, "-m", "deepytorch.cli"]
         + ["explain", "all_reduce", "1M", "--world-size", "2", "--json"],
-        env=config.child_environment(**tuned(tmp_path / "profile.json")),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        log,
+        config.child_environment(DEEPYTORCH_LOG="error", **tuned(tmp_path / "profile.json")),
     )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    assert program.wait(100) == 0, log.read_text()
+    found = json.loads(log.read_text())
     assert found["source"] == "measured now"
     assert [row["chosen"] for row in found["candidates"]].count(True) == 1
     assert (tmp_path / "profile.json").exists()

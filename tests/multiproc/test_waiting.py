@@ -154,15 +154,15 @@ STARTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def wait_in_starts(rank: int, world_size: int, folder: str) -> dict[str, str]:
+def wait_in_starts(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, str]:
     """In each case, what this rank said while the last one had not come to where ranks meet."""
     found = {}
     config.set_current(config.Options(collectives="native"))
     backend.register()
     store = rank_store("starts")
     dist.init_process_group("deepytorch", store=store, rank=rank, world_size=world_size)
-    for name, (make, _) in STARTS.items():
-        group = make()
+    for name in names:
+        group = STARTS[name][0]()
         flag = Path(folder) / name
         with contextlib.redirect_stderr(Said(flag)) as said:
             if rank == LATE:
@@ -178,14 +178,19 @@ def wait_in_starts(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return found
 
 
-def test_who_is_late_where_a_group_starts_is_said_soon(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [["default group", "gloo's part"], pytest.param(list(STARTS), marks=pytest.mark.extended)],
+    ids=["two", "all"],
+)
+def test_who_is_late_where_a_group_starts_is_said_soon(tmp_path: Path, names: list[str]) -> None:
     """Long before other waits are told of: those take longer than the late rank here."""
     assert waiting.START_S < 5 < MOST_S < waiting.FIRST_S
-    ranks = spawn_ranks(wait_in_starts, 3, str(tmp_path), fresh=True, timeout_s=200)
-    for name, (_, pattern) in STARTS.items():
+    ranks = spawn_ranks(wait_in_starts, 3, str(tmp_path), names, fresh=True, timeout_s=200)
+    for name in names:
         assert (tmp_path / name).exists(), name
         told = "".join(rank[name] for rank in ranks[:LATE])
-        assert re.search(pattern, told), (name, ranks)
+        assert re.search(STARTS[name][1], told), (name, ranks)
         assert "rank 2 (node" in told or "rank(s) 2" in told, (name, told)
 
 

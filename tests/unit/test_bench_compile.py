@@ -154,11 +154,11 @@ def test_a_workload_that_takes_too_long_is_ended_and_named(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(CompileJob, "WORKER", "endless")
     names = ",".join(compile_suite.names("default")[:2])
-    limit = ["--timeout-s", "3", "--only", names]
+    limit = ["--timeout-s", "2", "--only", names]
     result = CliRunner().invoke(app, ["bench", "compile", *limit])
     assert result.exit_code == 1
     for name in names.split(","):
-        assert f"error: {name}: it did not end within 3 s: raise --timeout-s, or" in result.stderr
+        assert f"error: {name}: it did not end within 2 s: raise --timeout-s, or" in result.stderr
     started = pids.read_text().split()
     until = time.monotonic() + 20  # a killed process takes a moment to end
     while any(map(_is_running, started)) and time.monotonic() < until:

@@ -259,7 +259,12 @@ def test_tune_starts_nothing_without_a_script(launched, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "command",
-    [["report"], ["run", __file__], ["tune", "--nproc-per-node", "2", __file__], ["bench", "ddp"]],
+    [
+        pytest.param(["report"], marks=pytest.mark.extended),
+        pytest.param(["run", __file__], marks=pytest.mark.extended),
+        ["tune", "--nproc-per-node", "2", __file__],
+        pytest.param(["bench", "ddp"], marks=pytest.mark.extended),
+    ],
 )
 def test_a_wrong_variable_is_one_line(command):
     name = [sys.executable, "-m", "deepytorch.cli"]

@@ -239,8 +239,15 @@ def test_modes_see_operations(make: Callable[[], Any]) -> None:
     assert [one for one in found.seen if "tanh" in one or "linear" in one] == expected.seen
 
 
-@pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize("policy", ["auto", "aot-eager"])
+@pytest.mark.parametrize(
+    ("policy", "is_reentrant"),
+    [
+        pytest.param("auto", False, marks=pytest.mark.extended),
+        ("auto", True),
+        ("aot-eager", False),
+        ("aot-eager", True),
+    ],
+)
 def test_the_whole_model_is_checkpointed(policy: str, is_reentrant: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Net(), Net(), nn.Dropout(0.3))
@@ -289,10 +296,21 @@ class Lazy(Net):
         self.a = nn.LazyLinear(6)  # type: ignore[assignment]
 
 
+def scripted() -> Any:
+    return torch.jit.script(nn.Linear(6, 6))
+
+
+POLICIES = ("auto", "aot-eager")
+
+
 @pytest.mark.parametrize(
-    "make", [Sealed, Answering, Lazy, lambda: torch.jit.script(nn.Linear(6, 6))]
+    ("policy", "make"),
+    [
+        pytest.param("auto", Sealed, marks=pytest.mark.extended),
+        ("aot-eager", Sealed),
+        *((policy, make) for make in (Answering, Lazy, scripted) for policy in POLICIES),
+    ],
 )
-@pytest.mark.parametrize("policy", ["auto", "aot-eager"])
 def test_nothing_is_raised_for(make: Callable[[], Any], policy: str) -> None:
     model = make()
     deepytorch.compile(model, policy)
