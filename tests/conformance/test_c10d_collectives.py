@@ -427,7 +427,8 @@ def run_case(rank: int, world_size: int, name: str) -> None:
             assert mine == expected
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+# With three ranks all of them run while plans are tried, below.
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_same_as_gloo(case: Case, world_size: int) -> None:
     spawn_ranks(run_case, world_size, case.__name__, backend=BACKEND)

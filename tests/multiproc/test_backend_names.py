@@ -80,7 +80,16 @@ def names_of_groups() -> list[Any]:
     return [told(group) for group in groups]
 
 
-@pytest.mark.parametrize("backend", [None, "gloo", "GLOO", "cpu:gloo", "cpu:gloo,cuda:gloo"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        None,
+        pytest.param("gloo", marks=pytest.mark.extended),
+        "GLOO",
+        pytest.param("cpu:gloo", marks=pytest.mark.extended),
+        "cpu:gloo,cuda:gloo",
+    ],
+)
 def test_all_names_are_those_that_were_asked_for(backend: str | None) -> None:
     found = as_on_stock(backend, names_of_groups)
     assert "deepytorch" not in str(found)

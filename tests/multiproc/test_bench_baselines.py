@@ -68,6 +68,7 @@ def test_a_failure_under_mpiexec_shows_the_ranks_output():
         list(launch.run(job))
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)  # where it is installed it may have to be compiled
 def test_deepspeed_shm():
     before = set(Path("/dev/shm").glob(BUFFERS))

@@ -102,6 +102,7 @@ def outcomes_of(told: dict[str, Any], arm: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.extended
 def test_tells_what_differs_and_what_was_taken_over(tmp_path: Path) -> None:
     told, said = told_of(TESTS, tmp_path)
     same = {
