@@ -23,8 +23,10 @@ SOUND = [
     ("queue", ""),
 ]
 # One of each model, found soonest, is always planted: it shows that the model checks something.
-SOONEST = ("FAULT_SLEEPS_UNSEEING", "FAULT_NO_SECOND_LOOK", "FAULT_BROADCAST_ENDS_ALONE")
-SOONEST += ("FAULT_WITHDRAWS_BLINDLY", "FAULT_ONE_TOO_MANY")
+SOONEST = {
+    *("FAULT_SLEEPS_UNSEEING", "FAULT_NO_SECOND_LOOK", "FAULT_BROADCAST_ENDS_ALONE"),
+    *("FAULT_WITHDRAWS_BLINDLY", "FAULT_ONE_TOO_MANY"),
+}
 FAULTS = [
     ("segment", "FAULT_ONE_COPY"),
     ("segment", "FAULT_EPOCH_BEFORE_COUNT"),

@@ -111,11 +111,38 @@ def test_a_failing_rank_shows_its_traceback():
     assert "nonesuch" in str(failure.value)
 
 
-# Runs until it is stopped.
+# Runs until it is stopped. Its ranks are its own forks, which import nothing.
 ENDLESS = """
+import os, runpy, subprocess, sys
+import torch.distributed
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.job import Job
 
+
+class Fork(subprocess.Popen):
+    def __init__(self, words, log, env):
+        self.words, self.log, self.its = words, log, env
+        super().__init__(words)
+
+    def _execute_child(self, *_):
+        self.pid, self._child_created = os.fork(), True
+        if self.pid:
+            return
+        try:
+            os.setsid()
+            output = os.open(self.log, os.O_CREAT | os.O_WRONLY)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.closerange(3, 1024)
+            os.environ.clear()
+            os.environ.update(self.its)
+            sys.argv = self.words
+            runpy.run_module(self.words[0], run_name="__main__", alter_sys=True)
+        finally:
+            os._exit(1)
+
+
+launch._program = lambda command, log, env, *_: Fork(command[2:], log, env)
 sizes = tuple(range(64, 1 << 20, 64))
 job = Job(ops=("all_reduce",), sizes=sizes, dtypes=("float32",), world_size=2, ours="gloo")
 for record in launch.run(job):
