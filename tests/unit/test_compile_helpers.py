@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from deepytorch_core.base import cgroup
-from deepytorch_core.compile import ahead, compilation, outcome, policies, regions, taking_over
+from deepytorch_core.compile import (
+    ahead,
+    compilation,
+    outcome,
+    policies,
+    reasons,
+    regions,
+    taking_over,
+)
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
@@ -375,9 +383,9 @@ def test_a_part_is_late_if_another_ranks_helpers_were(why: str) -> None:
     found = compilation.Compilation(module, "auto", budget_s=1.0, steps=None)
     region = Region("0", (module[0],))
     found.regions = [CompiledRegion(region, [Seeing()], budget_s=1.0, is_on=lambda _: True)]
-    assert not outcome.is_late(found.regions)
+    assert outcome.is_final(found.regions, reasons.FASTER, {})
     outcome.give_up_alike(found.regions, [{}, {"0": why}])
-    assert outcome.is_late(found.regions) == (why == outcome.LATE)
+    assert outcome.is_final(found.regions, reasons.FASTER, {}) == (why != outcome.LATE)
 
 
 def test_a_part_waits_for_no_answer() -> None:
