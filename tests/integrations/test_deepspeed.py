@@ -502,8 +502,7 @@ def switched_off(rank: int, world_size: int) -> tuple[str, bool, int]:
 
 
 def test_switched_off_is_stock(deepspeeds_ranks: dict[str, Any]) -> None:
-    environment = {**deepspeeds_ranks["env"], "DEEPYTORCH_ENABLED": "0"}
-    how = {"fresh": True, "env": environment, "preload": ("deepspeed",)}
+    how = {**deepspeeds_ranks, "env": {**deepspeeds_ranks["env"], "DEEPYTORCH_ENABLED": "0"}}
     assert spawn_ranks(switched_off, 2, **how) == [("gloo", False, 0)] * 2
 
 
@@ -570,8 +569,10 @@ def monitored(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_deepspeeds_monitor_writes_figures(tmp_path: Path) -> None:
-    first, second = spawn_ranks(monitored, 2, tmp_path)
+def test_deepspeeds_monitor_writes_figures(
+    tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    first, second = spawn_ranks(monitored, 2, tmp_path, **deepspeeds_ranks)
     for one, other in zip(first, second, strict=True):
         # A step in pieces is one step. An engine's first one can't be told from the last
         # of an engine before it.

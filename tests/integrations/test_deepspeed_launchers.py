@@ -65,6 +65,12 @@ def trainer(*before: str, **variables: str) -> tuple[list[float], str, str]:
     return losses_in(run(*TORCHRUN, *script, *TRAINER, **variables))
 
 
+def forked_trainer(ranks: dict[str, Any], **variables: str) -> tuple[list[float], str, str]:
+    given = {name: ranks[name] for name in ("env", "preload")}
+    script = EXAMPLES / "deepspeed_trainer.py"
+    return losses_in("".join(run_script(script, *TRAINER, variables=variables, **given)))
+
+
 def losses_in(output: str) -> tuple[list[float], str, str]:
     """The losses, what served the groups, and all of the output."""
     found = re.search(r"losses \[([^]]*)\], backend gloo", output)
@@ -75,15 +81,21 @@ def losses_in(output: str) -> tuple[list[float], str, str]:
 
 @pytest.fixture(scope="module")
 def stock(deepspeeds_ranks: dict[str, Any]) -> list[float]:
-    given = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
-    printed, said = run_script(EXAMPLES / "deepspeed_trainer.py", *TRAINER, variables=OFF, **given)
-    losses, backend, _ = losses_in(printed + said)
+    losses, backend, _ = forked_trainer(deepspeeds_ranks, **OFF)
     assert backend == "gloo"
     assert len(losses) == 20
     return losses
 
 
-def test_an_unchanged_trainer_script_with_autoload(stock: list[float]) -> None:
+def test_an_unchanged_trainer_script_with_autoload(
+    stock: list[float], deepspeeds_ranks: dict[str, Any]
+) -> None:
+    losses, backend, _ = forked_trainer(deepspeeds_ranks)
+    assert (losses, backend) == (stock, "deepytorch")
+
+
+@pytest.mark.extended
+def test_an_unchanged_trainer_script_with_torchrun(stock: list[float]) -> None:
     losses, backend, _ = trainer()
     assert (losses, backend) == (stock, "deepytorch")
 

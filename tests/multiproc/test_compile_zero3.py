@@ -87,9 +87,9 @@ def train_all(rank: int, world_size: int) -> list[tuple[list[float], list[Any]]]
     ]
 
 
-def test_compile_leaf_modules_of_zero3() -> None:
+def test_compile_leaf_modules_of_zero3(deepspeeds_ranks: dict[str, Any]) -> None:
     for stock, eager_graphs, inductor, apart in spawn_ranks(
-        train_all, 2, fresh=True, timeout_s=110
+        train_all, 2, **deepspeeds_ranks, timeout_s=110
     ):
         for losses, _ in (eager_graphs, inductor, apart):
             assert losses == pytest.approx(stock[0], rel=1e-5)

@@ -269,9 +269,9 @@ def under_zero(rank: int, world_size: int) -> dict[str, list[list[Any]]]:
     return found
 
 
-def test_kernels_under_zero_train_as_stock() -> None:
+def test_kernels_under_zero_train_as_stock(deepspeeds_ranks: dict[str, Any]) -> None:
     # DeepSpeed may have to compile something first.
-    for found in spawn_ranks(under_zero, 2, fresh=True, timeout_s=60):
+    for found in spawn_ranks(under_zero, 2, **deepspeeds_ranks, timeout_s=60):
         for name, (stock, ours) in found.items():
             assert len(ours) >= 2 * STEPS + 1
             compared = stock if len(ours) == len(stock) else [*stock[:-2], stock[-1]]

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -20,12 +19,21 @@ from deepytorch.recipes.base.run import Process, StepProgress
 from deepytorch.recipes.runner import checkpoint
 from deepytorch.recipes.runner.optimizers import make_schedule
 from deepytorch.recipes.runner.trainer import Trainer
+from deepytorch_core.testing import spawn_ranks
 
 STEPS = 12
 OTHER_DATA = "data        other examples than the checkpoint was trained on"
+# The texts are this file's lines: to encode the usual ones takes longer than all else in a run.
 TINY = [
-    *("device=cpu", "hidden_size=32", "num_layers=1", "num_heads=2", "dropout=0.1"),
-    *("max_length=32", "batch_size=2", f"steps={STEPS}", "save_every=3", "held_out=2"),
+    *(f"data={__file__}", "device=cpu", "hidden_size=32", "num_layers=1", "num_heads=2"),
+    *(
+        "dropout=0.1",
+        "max_length=32",
+        "batch_size=2",
+        f"steps={STEPS}",
+        "save_every=3",
+        "held_out=2",
+    ),
 ]
 
 
@@ -55,27 +63,25 @@ def unbroken(tmp_path_factory):
     return found, checkpoint.checkpoints(run_dir / "checkpoints")[-1]
 
 
-# A run that is killed as it shows a step, whose number is the first argument.
-KILLED = """
-import os, signal, sys
-from deepytorch.recipes.base import run as _run; from deepytorch.recipes import bert_mlm
+def train_until_killed(rank, world_size, output_dir, last):
+    """A run that is killed as it shows a step."""
 
-def update(self, step, text):
-    if step == last:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def update(self, step, text):
+        if step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-last = int(sys.argv.pop(1))
-_run.StepProgress.update = update
-bert_mlm.main()
-"""
+    for name in [*os.environ]:  # noqa: TID251
+        if name.startswith(("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")):
+            del os.environ[name]  # noqa: TID251  as if nothing had launched it
+    StepProgress.update = update
+    train(output_dir)
 
 
-def test_killed_run_goes_on_with_the_same_losses(unbroken, tmp_path):
+def test_killed_run_goes_on_with_the_same_losses(unbroken, tmp_path, deepspeeds_ranks):
     expected, _ = unbroken
     last = random.randint(4, STEPS)
-    words = [str(last), *TINY, f"output_dir={tmp_path}"]
-    child = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True)
-    assert child.returncode == -signal.SIGKILL, child.stderr
+    killed = {**deepspeeds_ranks, "expect_dead": {0}}  # they have imported most of it
+    assert spawn_ranks(train_until_killed, 1, tmp_path, last, **killed) == [None]
     run_dir = only_run_dir(tmp_path)
     assert train(tmp_path, "resume=auto") == 0
     assert only_run_dir(tmp_path) == run_dir
@@ -85,7 +91,10 @@ def test_killed_run_goes_on_with_the_same_losses(unbroken, tmp_path):
     assert resumed == {step: expected[step] for step in resumed}, f"killed after step {last}"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.extended), (signal.SIGINT, 130)],
+)
 def test_told_to_end_it_saves_and_goes_on(unbroken, tmp_path, monkeypatch, capfd, number, status):
     expected, _ = unbroken
     update = StepProgress.update

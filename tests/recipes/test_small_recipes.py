@@ -96,8 +96,8 @@ def test_folders_of_images_are_classes(tmp_path):
 
 
 def test_bert_learns_and_loads_in_plain_transformers(tmp_path):
-    words = ["hidden_size=32", "num_layers=1", "num_heads=2", "max_length=48", "steps=20"]
-    run_dir = run(bert_mlm, tmp_path, *words, "held_out=4", "learning_rate=1e-2")
+    words = ["hidden_size=32", "num_layers=1", "num_heads=2", "max_length=48", f"data={__file__}"]
+    run_dir = run(bert_mlm, tmp_path, *words, "steps=20", "held_out=4", "learning_rate=1e-2")
     found = losses(run_dir)
     assert found[-1] < found[0] - 1
     model = AutoModelForMaskedLM.from_pretrained(run_dir / "checkpoint")
@@ -113,7 +113,8 @@ def test_a_bert_without_an_end_token_trains_from_its_folder(tmp_path):
     tokenizer.save_pretrained(source)
     config = bert_mlm.Config(hidden_size=32, num_layers=1, num_heads=2)
     bert_mlm.build_model(config, tokenizer).save_pretrained(source)
-    run_dir = run(bert_mlm, tmp_path / "runs", f"model={source}", "steps=1", "max_length=32")
+    texts = [f"data={__file__}", "max_length=32"]
+    run_dir = run(bert_mlm, tmp_path / "runs", f"model={source}", *texts, "steps=1")
     assert AutoTokenizer.from_pretrained(run_dir / "checkpoint").eos_token is None
 
 
