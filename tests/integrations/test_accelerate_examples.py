@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +42,6 @@ def destroy_settled(*arguments):
     destroy(*arguments)
 torch.distributed.destroy_process_group = destroy_settled
 """
-PRELOAD = ("transformers.trainer", "transformers.models.bert.modeling_bert", "accelerate")
 
 
 def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
@@ -55,11 +56,16 @@ def run(module: list[str], *arguments: str | Path, **variables: str) -> str:
     return done.stdout
 
 
-def started(*script_and_arguments: str | Path, **variables: str) -> str:
+@pytest.fixture(scope="module")
+def started(deepspeeds_ranks: dict[str, Any]) -> Callable[..., str]:
     """Return what two ranks print, in turn."""
-    variables = {"DEEPYTORCH_TUNE": "off", **variables}
-    printed, said = run_script(*script_and_arguments, variables=variables, preload=PRELOAD)
-    return printed + said
+    given = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
+
+    def start(*script_and_arguments: str | Path, **variables: str) -> str:
+        variables = {"DEEPYTORCH_TUNE": "off", **variables}
+        return "".join(run_script(*script_and_arguments, variables=variables, **given))
+
+    return start
 
 
 def native_calls(output: str) -> int:
@@ -93,7 +99,11 @@ def activated(tmp_path: Path) -> Path:
     ],
 )
 def test_the_guides_examples_run(
-    name: str, arguments: list[str], activated: Path, tmp_path: Path
+    name: str,
+    arguments: list[str],
+    activated: Path,
+    started: Callable[..., str],
+    tmp_path: Path,
 ) -> None:
     folder = [tmp_path] if "--output_dir" in arguments else []
     output = started(activated, EXAMPLES / name, *arguments, *folder)
@@ -108,7 +118,7 @@ def test_the_guides_examples_run(
     ],
 )
 def test_the_published_examples_learn_the_same_with_their_one_line(
-    name: str, reporting: Path, tmp_path: Path
+    name: str, reporting: Path, started: Callable[..., str], tmp_path: Path
 ) -> None:
     settling = tmp_path / "settling.py"
     settling.write_text(REPORTING.format(activation=SETTLING))
@@ -120,6 +130,8 @@ def test_the_published_examples_learn_the_same_with_their_one_line(
     assert native_calls(ours) > 20
 
 
+# Examples above run on ranks that find the same variables.
+@pytest.mark.extended
 def test_accelerate_launch_starts_it(reporting: Path) -> None:
     launch = [*LAUNCH, "--main_process_port", str(free_port())]
     output = run(launch, reporting, EXAMPLES / "accelerate_ddp.py", ACCELERATE_USE_CPU="true")

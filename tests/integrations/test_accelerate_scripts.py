@@ -31,10 +31,9 @@ finally:
     told = {"groups": report.groups, "decisions": report.decisions}
     print(f"\\nrank {config.rank()} did: {json.dumps(told, default=str)}", flush=True)
 """
-PRELOAD = ("accelerate.test_utils.scripts.test_script", "deepytorch_core.compile")
 
 
-def did(script: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
+def did(script: str, world_size: int, folder: Path, ranks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each rank's report has; raise what the script raises."""
     reporting = folder / "reporting.py"
     reporting.write_text(REPORTING)
@@ -48,7 +47,8 @@ def did(script: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
         SCRIPTS / script,
         world_size=world_size,
         variables=variables,
-        preload=PRELOAD,
+        env=ranks["env"],
+        preload=ranks["preload"],
         timeout_s=110,
     )
     told = [line for line in printed.splitlines() if " did: " in line]
@@ -69,9 +69,13 @@ def did(script: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_accelerates_own_scripts_succeed(
-    script: str, world_size: int, decided: set[str], tmp_path: Path
+    script: str,
+    world_size: int,
+    decided: set[str],
+    tmp_path: Path,
+    deepspeeds_ranks: dict[str, Any],
 ) -> None:
-    ranks = did(script, world_size, tmp_path)
+    ranks = did(script, world_size, tmp_path, deepspeeds_ranks)
     assert len(ranks) == world_size
     for rank in ranks:
         assert decided <= {one["what"] for one in rank["decisions"] if "what" in one}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,14 @@ def torchrun(script: Path, *arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def started(script: Path, *arguments: str) -> tuple[str, str]:
-    modules = ("torch.distributed.fsdp", "torch._dynamo", "transformers.models.bert.modeling_bert")
-    return run_script(script, *arguments, preload=modules)
+Started = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def started(deepspeeds_ranks: dict[str, Any]) -> Started:
+    """Run a script on two ranks, which have imported FSDP, torch's compiler and transformers."""
+    given = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
+    return functools.partial(run_script, **given)
 
 
 def losses(printed: str) -> list[str]:
@@ -37,12 +44,9 @@ def losses(printed: str) -> list[str]:
     return sorted(re.findall(r"rank \d.*?loss \d+\.\d{6}", printed))
 
 
-@pytest.mark.parametrize(
-    ("name", "start"),
-    [pytest.param("ddp", torchrun, marks=pytest.mark.extended), ("fsdp", started)],
-)
-def test_example(name: str, start: Any) -> None:
-    printed, _ = start(EXAMPLES / f"{name}.py")
+@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.extended), "fsdp"])
+def test_example(name: str, started: Started) -> None:
+    printed, _ = (torchrun if name == "ddp" else started)(EXAMPLES / f"{name}.py")
     values = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert values[2] < values[0]
     assert "(100% native)" in printed
@@ -53,7 +57,7 @@ def test_example(name: str, start: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["ddp_bert", pytest.param("ddp_resnet50", marks=pytest.mark.extended)]
 )
-def test_the_scripts_of_the_page_on_tuning_train(name: str) -> None:
+def test_the_scripts_of_the_page_on_tuning_train(name: str, started: Started) -> None:
     printed, _ = started(EXAMPLES / f"{name}.py", "--steps", "10")
     assert re.findall(r"step (\d+): loss \d", printed) == ["10"]
 
@@ -62,11 +66,16 @@ def test_the_scripts_of_the_page_on_tuning_train(name: str) -> None:
     ("name", "arguments", "num_marked"),
     [
         ("ddp_tutorial", [], 1),
-        ("fsdp2_tutorial", ["--mixed-precision", "--explicit-prefetching"], 2),
+        pytest.param(
+            "fsdp2_tutorial",
+            ["--mixed-precision", "--explicit-prefetching"],
+            2,
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_tutorial_prints_what_it_prints_without_deepytorch(
-    name: str, arguments: list[str], num_marked: int, tmp_path: Path
+    name: str, arguments: list[str], num_marked: int, started: Started, tmp_path: Path
 ) -> None:
     lines = (EXAMPLES / f"{name}.py").read_text().splitlines(keepends=True)
     plain = tmp_path / f"{name}.py"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +14,7 @@ import pytest
 
 from deepytorch_core.base import config
 from deepytorch_core.base.launchers import Launched
-from deepytorch_core.testing import free_port, run_program
+from deepytorch_core.testing import free_port, run_program, spawn_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 IMPORT = re.compile(r"^import deepytorch\.integrations\.horovod as hvd  # was: (.*)$", re.MULTILINE)
@@ -130,12 +133,28 @@ for turn in range(3):
 """
 
 
+def as_launched(
+    rank: int, world_size: int, launcher: dict[str, str], program: str, more: dict[str, str]
+) -> str:
+    """What a rank prints that finds a launcher's variables, but for torch imported already."""
+    environment = clean(**variables_of(launcher, rank), **more)
+    os.environ.clear()  # noqa: TID251
+    os.environ.update(environment)  # noqa: TID251
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(program, "again.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def variables_of(launcher: dict[str, str], rank: int) -> dict[str, str]:
+    facts = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "JOB": 12345}
+    return {variable: str(facts[fact]) for fact, variable in launcher.items()}
+
+
 def started_by(launcher: dict[str, str], folder: Path, *command: str, **more: str) -> list[str]:
     """Return what two ranks print that find a launcher's variables."""
     ranks = []
     for rank in range(2):
-        facts = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2, "JOB": 12345}
-        said = {variable: str(facts[fact]) for fact, variable in launcher.items()}
+        said = variables_of(launcher, rank)
         ranks.append(
             subprocess.Popen(
                 [sys.executable, *command],
@@ -182,8 +201,10 @@ def test_other_launchers_variables(
 )
 def test_init_after_shutdown(tmp_path: Path, launcher: dict[str, str], address: bool) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if address else {}
-    for printed in started_by(launcher, tmp_path, "-c", AGAIN, **meeting):
+    more = {"TMPDIR": str(tmp_path), "DEEPYTORCH_LOG": "error", **meeting}
+    for printed in spawn_ranks(as_launched, 2, launcher, AGAIN, more, fresh=True):
         assert printed == "2.0 [0, 1]\n" * 3
+    assert not list(tmp_path.glob("*/*")), "rank 0 takes the meeting point away"
 
 
 def test_what_a_launcher_says() -> None:

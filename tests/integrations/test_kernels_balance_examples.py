@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deepytorch_core.base import config
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import run_program, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -39,8 +40,13 @@ def test_token_balance_example_learns_from_even_steps(tmp_path: Path) -> None:
     assert losses(printed)[-1] < losses(printed)[0]
 
 
-def test_kernels_example_says_what_is_in_place(tmp_path: Path) -> None:
-    printed = run("fused_kernels.py", "--cpu", "--kernels", "on", ranks=1, cache=tmp_path)
+def test_kernels_example_says_what_is_in_place(
+    tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    words = [EXAMPLES / "fused_kernels.py", "--cpu", "--kernels", "on"]
+    how = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
+    profile = {"DEEPYTORCH_PROFILE": str(tmp_path / "profile.json")}
+    printed, _ = run_script(*words, world_size=1, variables=profile, **how)
     assert losses(printed)[-1] < losses(printed)[0]
     for decision in ("loss of LlamaForCausalLM(64, 2000): chunked", "AdamW: fused"):
         assert decision in printed

@@ -91,9 +91,9 @@ def alive(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str]
 
 @pytest.mark.parametrize(("kind", "chosen"), [("convolutional", ""), ("padded", "packed")])
 def test_what_was_prepared_goes_with_its_last_reference(
-    kind: str, chosen: str, tmp_path: Path
+    kind: str, chosen: str, tmp_path: Path, deepspeeds_ranks: dict[str, Any]
 ) -> None:
-    ((left, made),) = spawn_ranks(alive, 1, str(tmp_path), kind, fresh=True)
+    ((left, made),) = spawn_ranks(alive, 1, str(tmp_path), kind, **deepspeeds_ranks)
     assert left == []
     assert made
     assert not chosen or chosen in made

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import sys
 import time
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepytorch.integrations.padding_free import apply as padding_free
-from deepytorch.integrations.padding_free import packing_twin, packing_watch
+from deepytorch.integrations.padding_free import packing_helper, packing_twin, packing_watch
 from deepytorch.integrations.padding_free.packing_helper import Helper
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
+from deepytorch_core.testing import spawn_ranks
 
 ENOUGH_S = 120.0
 
@@ -38,6 +42,8 @@ def helped(twin: bytes) -> dict[str, Any]:
     return helper.answer
 
 
+# A helper answers in the test of a training below, too: rows are packed by that.
+@pytest.mark.extended
 def test_a_helper_answers_what_a_twin_shows() -> None:
     model = llama()
     found = helped(pickle.dumps(packing_twin.describe(model, model)))["conventions"]
@@ -45,8 +51,22 @@ def test_a_helper_answers_what_a_twin_shows() -> None:
     assert found["first_position"] is None
 
 
-def test_a_helper_that_fails_says_so() -> None:
-    assert "its twin fails" in helped(pickle.dumps("no twin"))["reason"]
+def answer_of(rank: int, world_size: int, twin: bytes) -> dict[str, Any]:
+    """What a helper's program writes, in a process that has imported what it uses."""
+    asked, told = os.pipe(), os.pipe()
+    os.write(asked[1], twin)
+    os.close(asked[1])
+    os.dup2(asked[0], sys.stdin.fileno())
+    os.dup2(told[1], sys.stdout.fileno())
+    os.close(told[1])
+    packing_helper.main(0)
+    found: dict[str, Any] = json.loads(os.read(told[0], 4096))
+    return found
+
+
+def test_a_helper_that_fails_says_so(deepspeeds_ranks: dict[str, Any]) -> None:
+    (answer,) = spawn_ranks(answer_of, 1, pickle.dumps("no twin"), **deepspeeds_ranks)
+    assert "its twin fails" in answer["reason"]
     helper = Helper(b"", {"PATH": ""}, is_awaited=True)
     helper.close()
     helper.wait()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from deepytorch.recipes.data.text import byte_tokenizer
 from deepytorch_core.base import config
+from deepytorch_core.testing import RankError, run_program, run_script
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "sft_one_file.py"
 LINES: list[dict[str, Any]] = [
@@ -47,33 +49,59 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(files: Path, out: Path, *more: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = [] if ranks == 1 else ["-m", "deepytorch.cli", "run", f"--nproc-per-node={ranks}"]
+# This runs a script as one process that nothing has launched.
+ALONE = """
+import os, runpy, sys
+del os.environ["TORCHELASTIC_RUN_ID"]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def words(files: Path, out: Path, *more: str) -> list[str]:
     given = [f"--model={files / 'model'}", f"--data={files / 'data.jsonl'}", f"--out={out}"]
-    how = ["--rows=4", "--accumulate=2", "--lr=0.01", "--log-every=1", "--held-out=0.1", *more]
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), *given, *how],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
+    how = ["--rows=4", "--accumulate=2", "--lr=0.01", "--log-every=1", "--held-out=0.1"]
+    return [*given, *how, *more]
+
+
+@pytest.fixture(scope="module")
+def run(files: Path, deepspeeds_ranks: dict[str, Any]) -> Callable[..., None]:
+    """Run the script on ranks that have imported all that it uses."""
+    (files / "alone.py").write_text(ALONE)
+    given = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
+    variables = {"CUDA_VISIBLE_DEVICES": ""}
+
+    def started(out: Path, *more: str, ranks: int = 1) -> None:
+        script = [files / "alone.py", SCRIPT] if ranks == 1 else [SCRIPT]
+        given_words = words(files, out, *more)
+        run_script(*script, *given_words, world_size=ranks, variables=variables, **given)
+
+    return started
+
+
+def launched(files: Path, out: Path, *more: str) -> None:
+    """Run the script on two ranks as its documentation says."""
+    launcher = ["-m", "deepytorch.cli", "run", "--nproc-per-node=2"]
+    done = run_program(
+        [sys.executable, *launcher, SCRIPT, *words(files, out, *more)],
         env=config.child_environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
     )
+    assert done.returncode == 0, done.stderr
 
 
 def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
-def test_it_trains_and_goes_on_from_its_checkpoint(files: Path, tmp_path: Path) -> None:
-    done = run(files, tmp_path / "whole", "--epochs=2", "--save-every=5")
-    assert done.returncode == 0, done.stderr
+def test_it_trains_and_goes_on_from_its_checkpoint(
+    run: Callable[..., None], tmp_path: Path
+) -> None:
+    run(tmp_path / "whole", "--epochs=2", "--save-every=5")
     whole = metrics(tmp_path / "whole")
     assert whole[-1]["loss"] < 0.8 * whole[0]["loss"]
     assert whole[-1]["held_out_loss"] < whole[0]["loss"]
     # As if the run had ended after the last checkpoint.
-    again = run(files, tmp_path / "whole", "--epochs=2", "--save-every=5")
-    assert again.returncode == 0, again.stderr
+    run(tmp_path / "whole", "--epochs=2", "--save-every=5")
     repeated = metrics(tmp_path / "whole")[len(whole) :]
     assert 0 < len(repeated) < len(whole)
     for mine, theirs in zip(repeated, whole[-len(repeated) :], strict=True):
@@ -85,19 +113,27 @@ def test_it_trains_and_goes_on_from_its_checkpoint(files: Path, tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def alone(files: Path) -> list[dict[str, float]]:
+def alone(files: Path, run: Callable[..., None]) -> list[dict[str, float]]:
     """Train on one rank with the rows of two in each step: the same order, so the same losses."""
-    done = run(files, files / "alone", "--epochs=1", "--rows=8")
-    assert done.returncode == 0, done.stderr
+    run(files / "alone", "--epochs=1", "--rows=8")
     return metrics(files / "alone")
 
 
-@pytest.mark.parametrize("sharding", [(), ("--shard",)], ids=["copies", "sharded"])
+@pytest.mark.parametrize(
+    "how", ["copies", "sharded", pytest.param("launched", marks=pytest.mark.extended)]
+)
 def test_ranks_train_as_one_does(
-    sharding: tuple[str, ...], alone: list[dict[str, float]], files: Path, tmp_path: Path
+    how: str,
+    alone: list[dict[str, float]],
+    files: Path,
+    run: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    several = run(files, tmp_path / "several", "--epochs=1", *sharding, ranks=2)
-    assert several.returncode == 0, several.stderr
+    if how == "launched":
+        launched(files, tmp_path / "several", "--epochs=1")
+    else:
+        sharding = ["--shard"] * (how == "sharded")
+        run(tmp_path / "several", "--epochs=1", *sharding, ranks=2)
     expected, found = alone, metrics(tmp_path / "several")
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
@@ -106,9 +142,8 @@ def test_ranks_train_as_one_does(
     AutoModelForCausalLM.from_pretrained(tmp_path / "several")
 
 
-def test_a_line_that_is_wrong_is_named(files: Path, tmp_path: Path) -> None:
+def test_a_line_that_is_wrong_is_named(run: Callable[..., None], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"text": "right"}\n{"txt": "wrong"}\n', encoding="utf-8")
-    done = run(files, tmp_path / "out", f"--data={wrong}")
-    assert done.returncode == 1
-    assert f"{wrong}:2: KeyError: 'text'" in done.stderr
+    with pytest.raises(RankError, match=re.escape(f"status {wrong}:2: KeyError: 'text'")):
+        run(tmp_path / "out", f"--data={wrong}")

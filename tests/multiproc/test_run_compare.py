@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from deepytorch import cli
 from deepytorch.cli import compare, launcher, runner
-from deepytorch_core.testing import spawn_ranks
+from deepytorch_core.testing import free_port, spawn_ranks
 
 # Never ends; two micro-batches a step; saves into its folder, over what is there, and elsewhere.
 PLAIN = """
@@ -199,9 +199,32 @@ def losses_agree(found: dict[str, Any]) -> None:
     assert stock["native_calls"] == 0
 
 
+# This starts two ranks in place of torchrun, which imports torch before it does.
+LAUNCHER = """
+import os, subprocess, sys
+port, *command = sys.argv[1:]
+os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID=port)
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+def start(rank):
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return subprocess.Popen([sys.executable, *command], env={**os.environ, **own})
+sys.exit(max(abs(one.wait()) for one in [start(rank) for rank in range(2)]))
+"""
+
+
+@pytest.mark.parametrize(
+    "torchrun", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["ranks", "torchrun"]
+)
 def test_plain_ddp_that_never_ends_and_saves(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, torchrun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def command(job: compare.Job, plan: str) -> list[str]:
+        arguments = compare._arguments(job)[1:]  # without torchrun's own
+        runner = [str(launcher._RUNNER), "--compare", plan, *arguments]
+        return [sys.executable, "-c", LAUNCHER, str(free_port()), *runner]
+
+    if not torchrun:
+        monkeypatch.setattr(compare, "_command", command)
     monkeypatch.setenv("DEEPYTORCH_PATIENCE", "off")
     (project.folder / "weights.pt").write_text("old")
     (project.folder / "log.txt").write_text("old")

@@ -115,9 +115,20 @@ def test_text_that_the_output_cannot_show_is_replaced(tmp_path, monkeypatch):
     assert b"1 ? 1" in output.buffer.getvalue()
 
 
-def test_compare_finds_equal_losses(tmp_path):
-    settings = (*TINY, "steps=16", "rounding_arm=true", f"output_dir={tmp_path}")
-    done = run("--compare", *settings, launcher=TORCHRUN)
+def compared(*words):
+    printed, _ = run_script(llama_sft.__file__, "--compare", *words)
+    return printed
+
+
+def compared_by_torchrun(*words):
+    return run("--compare", *words, launcher=TORCHRUN).stdout
+
+
+@pytest.mark.parametrize(
+    "start", [compared, pytest.param(compared_by_torchrun, marks=pytest.mark.extended)]
+)
+def test_compare_finds_equal_losses(tmp_path, start):
+    printed = start(*TINY, "steps=16", "rounding_arm=true", f"output_dir={tmp_path}")
     run_dir = run_dir_of(tmp_path)
     result = json.loads((run_dir / "compare.json").read_text())
     assert result["loss_difference"] <= 1e-4
@@ -136,8 +147,8 @@ def test_compare_finds_equal_losses(tmp_path):
     assert {"machine", "versions", "commit", "config", "delegated_calls"} <= result.keys()
     for written in ("compare.png", "checkpoint/model.safetensors", "tensorboard/stock"):
         assert (run_dir / written).exists()
-        assert str(run_dir) in done.stdout
-    assert "stock/ours" in done.stdout
+        assert str(run_dir) in printed
+    assert "stock/ours" in printed
 
 
 def test_wrong_model_is_one_sentence(tmp_path):

@@ -18,7 +18,8 @@ from torch import nn
 from deepytorch_core.testing import rank_store, spawn_ranks
 
 ON_CPU = Path(__file__).parents[1] / "integrations" / "megatron_on_cpu.py"
-OWN_WORKERS = {"MEGATRON_ON_CPU": "engine"}
+# The list is that of test_megatron.py: ranks of both are forks of one process.
+PRELOAD = (str(ON_CPU.with_name("megatron_preloaded.py")),)
 STEPS, SAVED_AFTER = 6, 3
 TIED = 17
 
@@ -93,7 +94,7 @@ def train(rank: int, world_size: int, engine_name: str, backend: str, folder: st
 
 
 def ranks(*arguments: Any) -> list[Any]:
-    told = spawn_ranks(train, 2, *arguments, env=OWN_WORKERS, timeout_s=90)
+    told = spawn_ranks(train, 2, *arguments, preload=PRELOAD, fresh=True, timeout_s=90)
     for name, value in told[0][1].items():
         assert torch.equal(value, told[1][1][name]), f"{name} differs between ranks"
     return told

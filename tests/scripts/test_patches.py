@@ -12,7 +12,7 @@ import pytest
 
 from deepytorch.cli import explain_patches
 from deepytorch_core.base import config
-from deepytorch_core.testing import run_program
+from deepytorch_core.testing import run_program, run_script
 
 # Modules whose attributes, and those of their classes, are compared.
 COMPARED = """
@@ -65,20 +65,38 @@ def train():
 """
 
 
-def told(program: str, folder: Path, **variables: str) -> dict[str, Any]:
-    given = {
+def given(folder: Path, **variables: str) -> dict[str, str]:
+    return {
         "DEEPYTORCH_PATIENCE": "off",
         "DEEPYTORCH_COMPILE": "aot-eager",
         "DEEPYTORCH_PROFILE": str(folder / "profile.json"),
         "ACCELERATE_USE_CPU": "true",
         **variables,
     }
-    environment = config.child_environment(**given)
+
+
+def told(program: str, folder: Path, **variables: str) -> dict[str, Any]:
+    environment = config.child_environment(**given(folder, **variables))
     done = run_program([sys.executable, "-c", program], env=environment)
     assert done.returncode == 0, done.stderr
-    (line,) = [one for one in done.stdout.splitlines() if one.startswith("{")]
+    return read(done.stdout, done.stderr)
+
+
+def told_forked(
+    program: str, folder: Path, ranks: dict[str, Any], **variables: str
+) -> dict[str, Any]:
+    """The same in a process that has imported what others need; it says its last lines, too."""
+    (folder / "program.py").write_text(f"{program}\nimport atexit\natexit._run_exitfuncs()\n")
+    how = {name: ranks[name] for name in ("env", "preload")}
+    variables = given(folder, **variables)
+    script = folder / "program.py"
+    return read(*run_script(script, world_size=1, variables=variables, **how))
+
+
+def read(printed: str, said: str) -> dict[str, Any]:
+    (line,) = [one for one in printed.splitlines() if one.startswith("{")]
     found: dict[str, Any] = json.loads(line)
-    return {**found, "stderr": done.stderr}
+    return {**found, "stderr": said}
 
 
 def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Path) -> None:
@@ -121,19 +139,27 @@ def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Pat
     }
 
 
-def test_the_last_line_says_what_was_switched_on(tmp_path: Path) -> None:
+def test_the_last_line_says_what_was_switched_on(
+    tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
     program = "import deepytorch\n" + TRAIN + "train()\nprint('{}')\n"
     said = told(program, tmp_path)["stderr"]
     (line,) = re.findall(r"^deepytorch: switched on: .*$", said, re.MULTILINE)
     assert said.rstrip().endswith(line)
     assert "compile of Linear: aot-eager" in line
     assert "DEEPYTORCH_ENABLED=0" in line
-    assert "switched on" not in told(program, tmp_path, DEEPYTORCH_ENABLED="0")["stderr"]
-    assert "switched on" not in told("import deepytorch\nprint('{}')", tmp_path)["stderr"]
+    ranks = deepspeeds_ranks
+    assert "switched on" in told_forked(program, tmp_path, ranks)["stderr"]
+    off = told_forked(program, tmp_path, ranks, DEEPYTORCH_ENABLED="0")
+    assert "switched on" not in off["stderr"]
+    untrained = told_forked("import deepytorch\nprint('{}')", tmp_path, ranks)
+    assert "switched on" not in untrained["stderr"]
 
 
-def test_what_is_asked_for_by_name_wins_before_and_after(tmp_path: Path) -> None:
-    found = told(
+def test_what_is_asked_for_by_name_wins_before_and_after(
+    tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    found = told_forked(
         "import deepytorch, json, torch\n"
         "from deepytorch_core.compile import compilation_of\n"
         "def trained(before=lambda net: None, after=lambda net: None):\n"
@@ -153,6 +179,7 @@ def test_what_is_asked_for_by_name_wins_before_and_after(tmp_path: Path) -> None
         "    'off after': trained(after=off), 'auto before': trained(auto),\n"
         "    'auto after': trained(after=auto)}))\n",
         tmp_path,
+        deepspeeds_ranks,
     )
     assert {name: value for name, value in found.items() if name != "stderr"} == {
         "nobody": "aot-eager",

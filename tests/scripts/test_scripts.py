@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +54,8 @@ OF_TEXTS = ("trainer", "texts", "frameworks")
 # To pack is tried by a process that imports transformers anew.
 NO_HELPER = {"DEEPYTORCH_PADDING_FREE": "off"}
 PRELOAD = ("torch._dynamo", "deepytorch_core.compile", "torch.distributed.fsdp")
-LLAMA = "transformers.models.llama.modeling_llama"
-DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-PRELOADED = {
-    "trainer": ("transformers.trainer",),
-    "frameworks": ("transformers.trainer", LLAMA),
-    "texts": (LLAMA, "transformers.generation.utils"),
-    "zero": DEEPSPEED,
-    "with_deepspeed": DEEPSPEED,
-}
+# Ranks of programs that import these are forks of a process that has, and so of most tests' one.
+OF_LIBRARIES = {"trainer", "frameworks", "texts", "zero", "with_deepspeed"}
 # Replaced for good, as they do nothing while no region of ours is captured.
 STAYS = {
     "deepspeed.initialize",  # by the installed package alone, for its own section
@@ -143,6 +137,7 @@ CASES = {
 EXTENDED = {
     *("fsdp", "fsdp2", "parts", "with_accelerate", "with_deepspeed"),
     *("frameworks", "texts", "with_composer", "hogwild", "unusual"),
+    *("zero", "methods", "ddp", "with_ignite"),
 }
 # Ranks say the first, and the end of WRAPPER has deepytorch say the second.
 USUAL = ("the step waits while", "collectives of ", "group(s) made with deepytorch keep it")
@@ -160,12 +155,28 @@ class Outcome(NamedTuple):
     did: list[dict[str, Any]]
 
 
-def outcome(name: str, arm: str, folder: Path, **variables: str) -> Outcome:
+@pytest.fixture(scope="module")
+def outcome(deepspeeds_ranks: dict[str, Any]) -> Callable[..., Outcome]:
+    """Run a program in an arm; several tests ask for what short ones do in stock."""
+    libraries = {name: deepspeeds_ranks[name] for name in ("env", "preload")}
+    stock: dict[str, Outcome] = {}
+
+    def once(name: str, arm: str, folder: Path, **variables: str) -> Outcome:
+        if arm != "neither" or name in OF_TEXTS:
+            return run(libraries, name, arm, folder, **variables)
+        if name not in stock:
+            stock[name] = run(libraries, name, arm, folder)
+        return stock[name]
+
+    return once
+
+
+def run(libraries: dict[str, Any], name: str, arm: str, folder: Path, **variables: str) -> Outcome:
     wrapper = folder / f"{arm}.py"
     first = NEEDS.read_text() if name == "with_composer" else ""
     folders = FOLDERS.get(name, [])
     wrapper.write_text(WRAPPER.format(arm=ARMS[arm], folders=folders, first=first))
-    preload = [*PRELOAD, *PRELOADED.get(name, ())]
+    ranks = libraries if name in OF_LIBRARIES else {"preload": PRELOAD}
     printed, warned = run_script(
         wrapper,
         PROGRAMS / f"{name}.py",
@@ -179,7 +190,7 @@ def outcome(name: str, arm: str, folder: Path, **variables: str) -> Outcome:
             **(NO_HELPER if name in OF_TEXTS else {}),
             **variables,
         },
-        preload=preload,
+        **ranks,
     )
     did = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("did: ")]
     lines = [line for line in printed.splitlines() if line and not line.startswith("did: ")]
@@ -214,7 +225,9 @@ def assert_same(ours: Outcome, stock: Outcome, case: Case) -> None:
     "name",
     [pytest.param(one, marks=[pytest.mark.extended] * (one in EXTENDED)) for one in CASES],
 )
-def test_a_script_trains_as_it_does_and_compute_is_on(name: str, tmp_path: Path) -> None:
+def test_a_script_trains_as_it_does_and_compute_is_on(
+    name: str, outcome: Callable[..., Outcome], tmp_path: Path
+) -> None:
     case = CASES[name]
     stock = outcome(name, "neither", tmp_path)
     assert stock.did[0]["modules"] == []
@@ -237,14 +250,16 @@ def test_a_script_trains_as_it_does_and_compute_is_on(name: str, tmp_path: Path)
         *(pytest.param(one, marks=pytest.mark.extended) for one in ("ddp", "hogwild", "methods")),
     ],
 )
-def test_run_switches_on_what_import_does(name: str, tmp_path: Path) -> None:
+def test_run_switches_on_what_import_does(
+    name: str, outcome: Callable[..., Outcome], tmp_path: Path
+) -> None:
     ours = outcome(name, "run", tmp_path)
     assert_same(ours, outcome(name, "neither", tmp_path), CASES[name])
     assert all(one["met"] == CASES[name].met.split() for one in ours.did)
 
 
 @pytest.mark.extended
-def test_a_trainers_batches_are_packed(tmp_path: Path) -> None:
+def test_a_trainers_batches_are_packed(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
     ours = outcome("trainer", "import", tmp_path, DEEPYTORCH_PADDING_FREE="auto")
     assert_same(ours, outcome("trainer", "neither", tmp_path), CASES["trainer"])
     (did,) = ours.did
@@ -252,7 +267,7 @@ def test_a_trainers_batches_are_packed(tmp_path: Path) -> None:
     assert chosen["padding-free"] == "packed"
 
 
-def test_every_part_has_its_switch(tmp_path: Path) -> None:
+def test_every_part_has_its_switch(outcome: Callable[..., Outcome], tmp_path: Path) -> None:
     off = {"DEEPYTORCH_COMPILE": "off", "DEEPYTORCH_PADDING_FREE": "off"}
     stock = outcome("plain", "neither", tmp_path)
     for switch in ({**off, "DEEPYTORCH_KERNELS": "off"}, {"DEEPYTORCH_ENABLED": "0"}):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from deepytorch_core.testing import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,62 +54,67 @@ def run(program: str, installed: Path, **variables: str) -> str:
     return result.stdout.strip()
 
 
+def run_forked(program: str, installed: Path, **variables: str) -> str:
+    """The same in a process that has imported torch already, without autoload."""
+    (installed / "program.py").write_text(program)  # its folder comes first in sys.path
+    env = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **variables}
+    printed, _ = run_script(installed / "program.py", world_size=1, env=env)
+    return printed.strip()
+
+
 FLAGGED = "{'deepytorch': {'enabled': True}}"
 
 
 @pytest.mark.parametrize(
-    "before",
+    ("before", "start"),
     [
-        "import deepspeed",
-        "from deepytorch_core.c10d import autoload; autoload.register(); import deepspeed",
-        pytest.param(
-            "import torch, deepspeed",
-            marks=pytest.mark.extended,
+        ("import deepspeed", run),
+        (
+            "from deepytorch_core.c10d import autoload; autoload.register(); import deepspeed",
+            run_forked,
         ),
-        pytest.param(
+        pytest.param("import torch, deepspeed", run, marks=pytest.mark.extended),
+        (
             "import deepspeed; from deepytorch_core.c10d import deepspeed_flag; "
             "deepspeed_flag.arm('again')",
-            marks=pytest.mark.extended,
+            run_forked,
         ),
-        "from deepspeed import initialize; import deepspeed; deepspeed.initialize is initialize",
+        (
+            "from deepspeed import initialize; import deepspeed; "
+            "deepspeed.initialize is initialize",
+            run_forked,
+        ),
     ],
 )
 def test_the_section_leads_to_the_adapter_in_any_order_of_imports(
-    installed: Path, before: str
+    installed: Path, before: str, start: Callable[..., str]
 ) -> None:
     program = f"{before}\nprint(deepspeed.initialize(config={FLAGGED}), type(deepspeed).__name__)"
     # Not active: what the adapter does next is its own affair.
-    assert run(program, installed) == "('ours', 'stock', False) module"
+    assert start(program, installed) == "('ours', 'stock', False) module"
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "deepspeed.initialize()",
-        "deepspeed.initialize(None, 'model', {'zero_optimization': {'stage': 2}})",
-        pytest.param(
-            "deepspeed.initialize(config='deepytorch')",
-            marks=pytest.mark.extended,
-        ),
-        "deepspeed.initialize(config='/no/such/file')",
-        pytest.param(
-            "deepspeed.initialize(config=17)",
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            "deepspeed.initialize(config='x' * 5000)",
-            marks=pytest.mark.extended,
-        ),
-    ],
-)
-def test_without_the_section_nothing_of_ours_is_loaded(installed: Path, call: str) -> None:
+CALLS = [
+    "deepspeed.initialize()",
+    "deepspeed.initialize(None, 'model', {'zero_optimization': {'stage': 2}})",
+    "deepspeed.initialize(config='deepytorch')",
+    "deepspeed.initialize(config='/no/such/file')",
+    "deepspeed.initialize(config=17)",
+    "deepspeed.initialize(config='x' * 5000)",
+]
+
+
+def test_without_the_section_nothing_of_ours_is_loaded(installed: Path) -> None:
     program = (
-        f"import sys, deepspeed\nprint({call})\n"
+        f"import sys, deepspeed\nprint({', '.join(CALLS)})\n"
         "heavy = {'stand_in_adapter', 'deepytorch', 'deepytorch_core._core', 'torch',\n"
         "         'deepytorch_core.c10d.activation'}\n"
         "print(sorted(heavy & set(sys.modules) - {'torch'}))"
     )
-    assert run(program, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "stock\n[]"
+    assert (
+        run(program, installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        == " ".join(["stock"] * len(CALLS)) + "\n[]"
+    )
 
 
 def test_files_are_searched_for_the_key(installed: Path) -> None:
@@ -118,12 +126,12 @@ def test_files_are_searched_for_the_key(installed: Path) -> None:
         "for name in ('quoted.json', 'plain.hjson', 'path.json'):\n"
         f"    print(deepspeed.initialize(config={str(installed)!r} + '/' + name)[0])"
     )
-    assert run(program, installed).split() == ["ours", "ours", "s"]
+    assert run_forked(program, installed).split() == ["ours", "ours", "s"]
 
 
 def test_the_off_switch_wins(installed: Path) -> None:
     program = f"import deepspeed; print(deepspeed.initialize(config={FLAGGED}))"
-    assert run(program, installed, DEEPYTORCH_ENABLED="0") == "stock"
+    assert run_forked(program, installed, DEEPYTORCH_ENABLED="0") == "stock"
 
 
 def test_an_error_of_the_call_is_deepspeeds_own(installed: Path) -> None:
@@ -131,7 +139,7 @@ def test_an_error_of_the_call_is_deepspeeds_own(installed: Path) -> None:
         "import deepspeed\ntry: deepspeed.initialize(nonsense=1)\n"
         "except TypeError as error: print(error)"
     )
-    assert "initialize() got an unexpected keyword argument" in run(program, installed)
+    assert "initialize() got an unexpected keyword argument" in run_forked(program, installed)
 
 
 def test_without_an_adapter_the_error_says_so(installed: Path) -> None:
@@ -141,7 +149,7 @@ def test_without_an_adapter_the_error_says_so(installed: Path) -> None:
         f"import deepspeed\ntry: deepspeed.initialize(config={FLAGGED})\n"
         "except RuntimeError as error: print(error)"
     )
-    assert "no adapter for it is installed" in run(program, installed)
+    assert "no adapter for it is installed" in run_forked(program, installed)
 
 
 def test_disarming_takes_the_last_owner_and_leaves_no_trace(installed: Path) -> None:
@@ -152,7 +160,8 @@ def test_disarming_takes_the_last_owner_and_leaves_no_trace(installed: Path) -> 
         "flag.disarm('a'); see(); print(hasattr(deepspeed.initialize, '__wrapped__'))\n"
         "flag.arm('a'); see(); flag.disarm(); see(); print(type(deepspeed).__name__)"
     )
-    assert run(program, installed).split() == ["ours", "s", "False", "ours", "s", "module"]
+    expected = ["ours", "s", "False", "ours", "s", "module"]
+    assert run_forked(program, installed).split() == expected
 
 
 def test_what_looks_at_the_module_while_it_is_imported_sees_no_initialize_yet(
@@ -166,6 +175,6 @@ def test_what_looks_at_the_module_while_it_is_imported_sees_no_initialize_yet(
         "deepspeed.initialize = own\n"  # replaced before anybody looked
         f"print(deepspeed.initialize(config={FLAGGED}), type(deepspeed).__name__)"
     )
-    output = run(program, installed).splitlines()
+    output = run_forked(program, installed).splitlines()
     assert output[0] == "False"
     assert output[1] == "('ours', 'own', False) module"
