@@ -23,7 +23,7 @@ def test_there_are_enough_faults_over_every_framework() -> None:
     "name",
     [
         "DDP | killed",
-        "pipeline | sleeps",
+        pytest.param("pipeline | sleeps", marks=pytest.mark.extended),
         "collectives | slow",
         pytest.param("FSDP2 | keeps the GIL in C", marks=pytest.mark.extended),
         pytest.param("Trainer | no host memory", marks=pytest.mark.extended),

@@ -33,7 +33,7 @@ def llama() -> Any:
 def gpt2() -> Any:
     """Its head is tied to its embedding."""
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=37, n_embd=16, n_layer=4, n_head=2, n_positions=32)
+        GPT2Config(vocab_size=37, n_embd=16, n_layer=2, n_head=2, n_positions=32)
     )
 
 

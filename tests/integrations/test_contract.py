@@ -260,7 +260,7 @@ def join_late(rank: int, world_size: int) -> bool:
     saving = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=side))
     if rank == 1:
         saving.start()
-        time.sleep(3)
+        time.sleep(1.5)
     joined = contract.join("test")
     if rank == 0:
         saving.start()
@@ -304,9 +304,9 @@ def train_workload(rank: int, world_size: int, framework: str, ours: bool) -> di
     [
         "ddp",
         pytest.param("ddp-small-buckets", marks=pytest.mark.extended),
-        "fsdp1",
+        pytest.param("fsdp1", marks=pytest.mark.extended),
         "accelerate-ddp",
-        "deepspeed-zero2",
+        pytest.param("deepspeed-zero2", marks=pytest.mark.extended),
         pytest.param("tensor-parallel", marks=pytest.mark.extended),
         "tensor-parallel-decode",
     ],

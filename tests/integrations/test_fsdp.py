@@ -123,7 +123,7 @@ HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 @pytest.mark.parametrize(
     ("strategy", "kwargs", "world_size"),
     [
-        (ShardingStrategy.FULL_SHARD, {}, 2),
+        pytest.param(ShardingStrategy.FULL_SHARD, {}, 2, marks=pytest.mark.extended),
         (ShardingStrategy.FULL_SHARD, {"mixed_precision": HALF}, 2),
         (ShardingStrategy.SHARD_GRAD_OP, {}, 3),
         (ShardingStrategy.NO_SHARD, {}, 2),
@@ -311,11 +311,16 @@ def train_fsdp2(
     ("world_size", "ways"),
     [
         (2, [way for way in WAYS if not way.startswith("hybrid")]),
-        (4, [way for way in WAYS if way.startswith("hybrid")]),
+        (4, ["hybrid_half_precision"]),
+        pytest.param(4, ["hybrid"], marks=pytest.mark.extended),
     ],
 )
-def test_fsdp2_has_stocks_losses(world_size: int, ways: list[str]) -> None:
-    for result in spawn_ranks(train_fsdp2, world_size, ways, {}, fresh=True, timeout_s=100):
+def test_fsdp2_has_stocks_losses(
+    world_size: int, ways: list[str], deepspeeds_ranks: dict[str, Any]
+) -> None:
+    # These ranks have imported torch's compiler, too.
+    how = {**deepspeeds_ranks, "timeout_s": 100}
+    for result in spawn_ranks(train_fsdp2, world_size, ways, {}, **how):
         for way, got in result.items():
             assert got["ours"] == (
                 got["stock"] if world_size == 2 else pytest.approx(got["stock"], rel=1e-5)
@@ -357,9 +362,17 @@ def measured(rank: int, world_size: int, quick: str, profile: Path) -> Any:
     return train_fsdp2(rank, world_size, ["hybrid"], options)["hybrid"]
 
 
-@pytest.mark.parametrize("quick", _fsdp_trial._KINDS)
-def test_fsdp2_keeps_the_faster_buffers(quick: str, tmp_path: Path) -> None:
-    for result in spawn_ranks(measured, 4, quick, tmp_path / "profile.json", fresh=True):
+@pytest.mark.parametrize(
+    "quick",
+    [
+        pytest.param(kind, marks=[pytest.mark.extended] * (kind == "registered"))
+        for kind in _fsdp_trial._KINDS
+    ],
+)
+def test_fsdp2_keeps_the_faster_buffers(
+    quick: str, tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    for result in spawn_ranks(measured, 4, quick, tmp_path / "profile.json", **deepspeeds_ranks):
         assert result["ours"] == pytest.approx(result["stock"], rel=1e-5)
         assert result["decision"]["chosen"] == f"in {quick} memory"
         assert set(result["decision"]["times_ms"]) == {"registered", "ordinary"}

@@ -122,7 +122,12 @@ def train_ours(
         ({"data": 2}, True, {"all_reduce", "all_gather", "reduce_scatter"}),
         ({"pipeline": 2}, False, {"send", "recv"}),
         pytest.param({"tensor": 2, "data": 2}, False, {"all_reduce"}, marks=pytest.mark.extended),
-        ({"tensor": 2, "data": 2}, True, {"all_reduce", "all_gather", "reduce_scatter"}),
+        pytest.param(
+            {"tensor": 2, "data": 2},
+            True,
+            {"all_reduce", "all_gather", "reduce_scatter"},
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["tp2", "dp2", "dp2-optimizer", "pp2", "tp2-dp2", "tp2-dp2-optimizer"],
 )

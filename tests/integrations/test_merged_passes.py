@@ -181,7 +181,10 @@ def both(
     return passes
 
 
-MODELS = [llama, tied, mistral, gpt2, bert, with_adapters]
+MODELS = [
+    *(gpt2, bert, with_adapters),
+    *(pytest.param(one, marks=pytest.mark.extended) for one in (llama, tied, mistral)),
+]
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda one: one.__name__)
@@ -194,7 +197,15 @@ def test_steps_are_those_of_micro_batches_apart(
     assert sum(passes) == 2 * sum(len(one["input_ids"]) for one in rows())
 
 
-@pytest.mark.parametrize(("accumulated", "number"), [(3, 8), (5, 6), (8, 4), (12, 2)])
+@pytest.mark.parametrize(
+    ("accumulated", "number"),
+    [
+        pytest.param(3, 8, marks=pytest.mark.extended),
+        (5, 6),
+        pytest.param(8, 4, marks=pytest.mark.extended),
+        (12, 2),
+    ],
+)
 def test_the_last_step_of_an_epoch_may_be_shorter(
     accumulated: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +304,13 @@ class Stepping(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Doubled, Weighted, Replaced, Written, Masked, Stepping])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(Doubled, marks=pytest.mark.extended),
+        *(Weighted, Replaced, Written, Masked, Stepping),
+    ],
+)
 def test_losses_of_ones_own_stay_what_they_are(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +331,7 @@ class Sometimes(Trainer):
         return loss + super().compute_loss(model, other) if Sometimes.number % 25 == 8 else loss
 
 
-@pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.parametrize("watched", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_calls_that_were_not_expected_lose_no_gradient(
     watched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,8 +98,15 @@ def trained(model: Any, folder: Path, *, is_merged: bool, **more: Any) -> list[d
     return logs.seen
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("loss", ["nll", "chunked_nll"])
+@pytest.mark.parametrize(
+    ("loss", "checkpointed"),
+    [
+        ("nll", False),
+        ("chunked_nll", True),
+        pytest.param("nll", True, marks=pytest.mark.extended),
+        pytest.param("chunked_nll", False, marks=pytest.mark.extended),
+    ],
+)
 def test_trl_logs_what_stock_logs(loss: str, checkpointed: bool, tmp_path: Path) -> None:
     how = {"loss_type": loss, "gradient_checkpointing": checkpointed}
     model = made()

@@ -198,7 +198,7 @@ def figures(trainer: Any) -> list[dict[str, float]]:
         (kto, llama, True),
         (grpo, llama, True),
         pytest.param(grpo, qwen2, True, marks=pytest.mark.extended),
-        (rloo, llama, True),
+        pytest.param(rloo, llama, True, marks=pytest.mark.extended),
         (rewards, judge, False),
     ],
 )

@@ -112,25 +112,31 @@ class Wide(nn.Module):
         return self.outward(self.layers(x).sin())
 
 
-def train_cut(rank: int, world_size: int) -> tuple[Any, ...]:
+def train_cut(rank: int, world_size: int, policy: str) -> tuple[Any, ...]:
     torch.manual_seed(0)
     stock = nn.parallel.DistributedDataParallel(Wide(), bucket_cap_mb=1)
     ours = nn.parallel.DistributedDataParallel(copy.deepcopy(stock.module), bucket_cap_mb=1)
-    deepytorch.compile(ours, "inductor")
+    deepytorch.compile(ours, policy)
     expected, losses = train(stock, rank, steps=4), train(ours, rank, steps=4)
     compiled = engine.compilation_of(ours)
     assert compiled is not None
     (region,) = compiled.regions
     told = region.told
+    engine.undo_all()
+    torch._dynamo.reset()
     return losses, expected, told.chosen, told.breaks, region.failure
 
 
-def test_compile_a_graph_that_ddp_cuts_into_its_buckets() -> None:
-    for losses, expected, chosen, breaks, failure in spawn_ranks(train_cut, 2, backend="gloo"):
+@pytest.mark.parametrize(
+    "policy", ["aot-eager", pytest.param("inductor", marks=pytest.mark.extended)]
+)
+def test_compile_a_graph_that_ddp_cuts_into_its_buckets(policy: str) -> None:
+    ranks = spawn_ranks(train_cut, 2, policy, backend="gloo")
+    for losses, expected, chosen, breaks, failure in ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
         assert failure is None
-        assert set(chosen) == {"inductor"}
-        assert chosen["inductor"] > 1
+        assert set(chosen) == {policy}
+        assert chosen[policy] > 1
         assert not breaks
 
 

@@ -16,6 +16,8 @@ from deepytorch_core.testing.faults.cases import Case
 from deepytorch_core.testing.faults.runner import run
 
 
+# The tests below show by what it does.
+@pytest.mark.extended
 def test_a_node_that_cannot_reach_the_store_gives_up_at_the_time_limit() -> None:
     result = run(Case("link down", "tcp", "init"))
     assert not result.skipped

@@ -140,7 +140,9 @@ def cut(network: Network, how: str) -> None:
         network.set_blackhole(1, True)
 
 
-@pytest.mark.parametrize("how", ["link down", "blackhole"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("link down", marks=pytest.mark.extended), "blackhole"]
+)
 def test_a_node_that_is_gone_is_named_on_every_rank_in_time(
     network: Network, started: Path, how: str
 ) -> None:

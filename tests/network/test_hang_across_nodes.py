@@ -127,6 +127,8 @@ def job_on(folder: Path, *, per_node: int) -> Iterator[Job]:
             job.close()
 
 
+# A rank of another node is to blame in the test below, too.
+@pytest.mark.extended
 def test_the_rank_to_blame_is_on_another_node(tmp_path: Path) -> None:
     with job_on(tmp_path, per_node=2) as job:
         job.start(late=3, holds_gil=0)  # rank 0 would be asked first, and can't answer

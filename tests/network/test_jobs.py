@@ -86,7 +86,10 @@ def results(rank: int, world_size: int, counts: list[int]) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(one, marks=[pytest.mark.extended] * (one != "random")) for one in ORDERS],
+)
 def test_collectives_equal_gloos_in_every_rank_order(network: Network, order: str) -> None:
     counts = [1, 40001]
     for same in spawn_ranks(results, 4, counts, placement=placed(network, order)):

@@ -273,7 +273,17 @@ COMPILED = ("aot-eager", "faster than eager")
 DECIDED = {LooksUp: ("eager", "nothing of it could be compiled")}
 
 
-@pytest.mark.parametrize("kind", [*HOSTILE, LooksUp], ids=lambda kind: kind.__name__)
+# The test above shows that the others are compiled.
+OFTEN = (Branches, Prints, InPlace, Dropouts, LooksUp)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(one, marks=[pytest.mark.extended] * (one not in OFTEN), id=one.__name__)
+        for one in (*HOSTILE, LooksUp)
+    ],
+)
 def test_compile_hostile_model_trains_as_eager_until_auto_has_decided_and_after(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
