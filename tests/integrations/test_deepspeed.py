@@ -8,7 +8,7 @@ import gc
 import json
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, bf16": (3, {}, BF16),
     "stage 3, fp16": (3, {}, FP16),
 }
+# Cases beside these have what is different in them.
+EXTENDED = ("stage 1", "stage 0, bf16", "stage 1, bf16", "stage 3, bf16", "stage 3, fp16")
 NATIVE = {
     0: {"all_reduce", "broadcast"},
     1: {"all_reduce", "all_gather", "broadcast"},
@@ -124,13 +126,13 @@ def stock_group() -> None:
     dist.init_process_group("gloo")
 
 
-def compare(folder: Path) -> dict[str, Any]:
+def compare(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     # DeepSpeed asks oneDNN, which has fast fp16 on few CPUs; torch has it on all.
     get_accelerator().is_fp16_supported = lambda: True
     results = {}
-    for name in CASES:
+    for name in names:
         stock = train(engine(configuration(name)))
         assert serving_name() == "gloo"
         before, delegated = calls(native=True), calls(native=False)
@@ -282,7 +284,7 @@ def disabled(folder: Path) -> tuple[str, bool]:
     return serving_name(), deepytorch.is_active()
 
 
-PARTS = (
+PARTS: tuple[Callable[..., Any], ...] = (
     compare,
     continue_from_checkpoints,
     flag_wherever_it_is,
@@ -292,13 +294,14 @@ PARTS = (
 )
 
 
-def run_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def run_parts(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, Any]:
     stock_group()
     adapter.undo()
     results: dict[str, Any] = {}
     for function in PARTS:
+        more = [names] if function is compare else []
         try:
-            results[function.__name__] = function(Path(folder))
+            results[function.__name__] = function(Path(folder), *more)
         except Exception:
             results[function.__name__] = traceback.format_exc()
             break  # the ranks may be out of step
@@ -306,20 +309,29 @@ def run_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, deepspeeds_ranks: dict[str, Any]) -> list[Any]:
+def seen(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    deepspeeds_ranks: dict[str, Any],
+) -> list[Any]:
     """Return what every rank saw in PARTS. One job serves all: DeepSpeed starts slowly."""
     folder = str(tmp_path_factory.mktemp("deepspeed"))
-    return spawn_ranks(run_parts, 2, folder, **deepspeeds_ranks, timeout_s=200)
+    asked = {one.name for one in request.session.items}
+    names = [name for name in CASES if f"{COMPARING}[{name}]" in asked]
+    return spawn_ranks(run_parts, 2, folder, names, **deepspeeds_ranks, timeout_s=200)
 
 
-def part(seen: list[Any], function: Callable[[Path], Any]) -> list[Any]:
+def part(seen: list[Any], function: Callable[..., Any]) -> list[Any]:
     results = [rank.get(function.__name__, "an earlier part failed") for rank in seen]
     for result in results:
         assert not isinstance(result, str), result
     return results
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=[pytest.mark.extended] * (one in EXTENDED)) for one in CASES],
+)
 def test_losses_are_those_of_stock_deepspeed(seen: list[Any], name: str) -> None:
     for results in part(seen, compare):
         result = results[name]
@@ -328,6 +340,9 @@ def test_losses_are_those_of_stock_deepspeed(seen: list[Any], name: str) -> None
         assert result["backend"] == "deepytorch"
         assert result["native"] >= NATIVE[CASES[name][0]]
         assert not result["delegated"]
+
+
+COMPARING = test_losses_are_those_of_stock_deepspeed.__name__
 
 
 def test_checkpoints_go_from_stock_to_ours_and_back(seen: list[Any]) -> None:
