@@ -25,7 +25,8 @@ from deepytorch_core.base import compiler_import, console, decisions
 from deepytorch_core.compile import (
     ahead,
     capture,
-    capturing,
+    cost_model,
+    graph_trial,
     late_cache,
     module_state,
     outcome,
@@ -36,16 +37,15 @@ from deepytorch_core.compile import (
     timeouts,
     turns,
     undecided,
-    worth,
 )
 from deepytorch_core.compile.asking import Asking
-from deepytorch_core.compile.capturing import Capturing
+from deepytorch_core.compile.graph_trial import GraphTrial
+from deepytorch_core.compile.handover import Handover
 from deepytorch_core.compile.helping import Helping
 from deepytorch_core.compile.kept import Kept
 from deepytorch_core.compile.phases import Phases, Trial
 from deepytorch_core.compile.policies import AUTO, EAGER
 from deepytorch_core.compile.region import CompiledRegion, Readiness, install
-from deepytorch_core.compile.taking_over import TakingOver
 
 EAGER_STEPS = 3
 # The first compiles, the next may compile for other sizes, the last is the first at its speed.
@@ -97,16 +97,16 @@ class Compilation:
         self._start_at, self._first = 0, EAGER_STEPS  # step that may be compiled
         self._on = self._was_helped = False
         self._helping: Helping | None = None
-        self.run_length = worth.RunLength()
-        self._outlook = worth.Outlook()
-        self._early: Capturing | None = None  # of eager passes, while helpers compile
+        self.run_length = cost_model.RunLength()
+        self._outlook = cost_model.Outlook()
+        self._early: GraphTrial | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
         self._began: float | None = None
         self._is_whole, self._tokens, self._num_made = True, 1, 0
         self._num_settling = 0  # steps until all sizes have their code
         self._samples = turns.Samples()
         self._lower: Callable[[], None] = lambda: None
-        self._capturing: Capturing | None = None
+        self._graph_trial: GraphTrial | None = None
         # Why eager steps are to stay, and times, if replays may turn that round.
         self._open: tuple[str, Mapping[str, float]] | None = None
         self._seam = seam.opened(self._root)
@@ -123,7 +123,7 @@ class Compilation:
     def undo(self) -> None:
         """Give the model everything back; decisions stay in the report and the profile."""
         self._stop()
-        for one in (self._capturing, self._early):
+        for one in (self._graph_trial, self._early):
             if one is not None:
                 one.undo()
         self._drop_regions()
@@ -137,7 +137,7 @@ class Compilation:
 
     def _is_used(self) -> bool:
         """Whether the call that begins is compiled, in part, too, or may be replayed."""
-        return self._on or self.is_waiting or self._capturing is not None or self._is_tried
+        return self._on or self.is_waiting or self._graph_trial is not None or self._is_tried
 
     def _set_on(self, is_on: bool) -> bool:
         before, self._on = self._on, is_on
@@ -153,7 +153,7 @@ class Compilation:
         """How far the measuring is; None before the first step and where it is settled."""
         if self.is_settled or self._number < 0:
             return None
-        if self._capturing is not None:
+        if self._graph_trial is not None:
             return Trial(self._what, True, self._number, self._number + 2 * turns.MOST_STEPS)
         first = max(self._first, self._number) if self.is_waiting else self._first
         last = first + self._num_untimed + turns.MOST_STEPS
@@ -167,7 +167,7 @@ class Compilation:
     @property
     def num_made(self) -> int:
         """How many pieces of code and graphs were made so far: new ones take their time."""
-        captured = [one.num_captured for one in (self._capturing, self._early) if one is not None]
+        captured = [one.num_captured for one in (self._graph_trial, self._early) if one is not None]
         return sum(one.told.num_compiles for one in self.regions) + sum(captured)
 
     def on_forward(self, args: Any, kwargs: Any) -> None:
@@ -175,10 +175,10 @@ class Compilation:
         if not torch.is_grad_enabled() or (self._number < 0 and module_state.is_lazy(self._root)):
             self._is_whole = False
             return
-        if self._capturing is not None:
-            self._capturing.on_forward(self._is_whole)
-            if self._capturing.is_settled:
-                self._on_captured(self._capturing.is_replayed)
+        if self._graph_trial is not None:
+            self._graph_trial.on_forward(self._is_whole)
+            if self._graph_trial.is_settled:
+                self._on_captured(self._graph_trial.is_replayed)
         else:
             self._on_step()
         self._tokens, self._is_whole = turns.tokens_in(args, kwargs), True
@@ -186,7 +186,7 @@ class Compilation:
 
     def _phase(self) -> str:
         """Return the purpose of the step that begins."""
-        if self._capturing is not None:
+        if self._graph_trial is not None:
             return "trial of CUDA graphs"
         if self._number < self._first:
             return "compiling" if self._on else "eager steps"
@@ -206,7 +206,7 @@ class Compilation:
     @property
     def _num_untimed(self) -> int:
         """Steps that are compiled, or captured, before times are taken."""
-        first = capturing.CAPTURING_STEPS if self._is_replaying else COMPILED_STEPS
+        first = graph_trial.CAPTURING_STEPS if self._is_replaying else COMPILED_STEPS
         return max(first, self._num_settling)
 
     @property
@@ -382,17 +382,17 @@ class Compilation:
         helpers_s = self._budget_s  # whom nobody waits for
         if self._steps is not None:
             whole_s = step_s * self._steps
-            cost_s = worth.cost_s(self._root, is_helped=is_helped)
-            if whole_s < worth.least_run_s(cost_s):
+            cost_s = cost_model.cost_s(self._root, is_helped=is_helped)
+            if whole_s < cost_model.least_run_s(cost_s):
                 self._finish(EAGER, f"a run of {whole_s:.0f} s would not earn a compile back")
                 return
-            self._budget_s = min(self._budget_s, max(cost_s, worth.LARGEST_SHARE * whole_s))
+            self._budget_s = min(self._budget_s, max(cost_s, cost_model.LARGEST_SHARE * whole_s))
         self._install({}, is_in_parts=is_helped and ahead.is_in_parts(self._root))
         if not self.regions:
             self._finish(EAGER, reasons.NOTHING)
             return
         if is_helped:
-            order = TakingOver(self._ranks, step_s, num_seeing=max(1, self._num_settling))
+            order = Handover(self._ranks, step_s, num_seeing=max(1, self._num_settling))
             helpers = ahead.begun(self, self._device, budget_s=helpers_s)
             self._helping = Helping(helpers, order, self.regions, is_patient=self._is_patient)
         # Parts that helpers could not do are compiled here one in a step, all else in one step.
@@ -453,7 +453,7 @@ class Compilation:
     def _new_early(self) -> None:
         """Begin to find out whether eager passes are faster replayed."""
         if self._early is None and self._may_capture():
-            self._early = self._new_capturing(variant=lambda: self._on, is_provisional=True)
+            self._early = self._new_graph_trial(variant=lambda: self._on, is_provisional=True)
 
     def _is_compiled(self, region: CompiledRegion) -> bool:
         if self._on or self._helping is None or region.is_prepared:
@@ -492,7 +492,7 @@ class Compilation:
             times_ms = guard.in_ms({EAGER: eager, chosen: compiled})
             way = chosen if verdict == turns.FASTER else EAGER
             self._finish(way, reasons.OF_VERDICTS[verdict], times_ms)
-        if self._capturing is None and not self.is_settled:
+        if self._graph_trial is None and not self.is_settled:
             self._take_turn()
 
     def give_up(self, reason: str) -> None:
@@ -509,7 +509,7 @@ class Compilation:
         early, self._early = self._early, None
         was_replaying = are_both = early is not None and early.is_replayed
         if early is not None and was_replaying and chosen == EAGER:
-            self._capturing = early  # nothing is left to be found: eager passes stay replayed
+            self._graph_trial = early  # nothing is left to be found: eager passes stay replayed
             self._conclude(chosen, reason, times_ms)
             early.confirm()
             self._stop()
@@ -532,14 +532,14 @@ class Compilation:
     def _capture_or_stop(self) -> None:
         """Find out whether passes are faster as CUDA graphs; else nothing is left to be found."""
         if self._may_capture():
-            self._capturing = self._new_capturing()
+            self._graph_trial = self._new_graph_trial()
         else:
             self._stop()
 
-    def _new_capturing(self, **more: Any) -> Capturing:
+    def _new_graph_trial(self, **more: Any) -> GraphTrial:
         more |= {"readiness": Readiness(self.regions)} if self._is_patient else {}
         more |= {"tokens": self._trained_tokens, "switch": self._switch, "ranks": self._ranks}
-        return Capturing(self._root, **more)
+        return GraphTrial(self._root, **more)
 
     def _switch(self, is_replayed: bool) -> None:
         if self._open is not None:
@@ -580,7 +580,7 @@ class Compilation:
         self._kept.keep(entry, num_ranks=self._ranks().size, is_final=is_final)
 
     def _may_capture(self) -> bool:
-        return capturing.is_wanted(self.policy, self._device, steps=self._steps)
+        return graph_trial.is_wanted(self.policy, self._device, steps=self._steps)
 
     def _stop(self) -> None:
         if self._helping is not None:
@@ -589,7 +589,7 @@ class Compilation:
         if self._seam is not None:
             self._seam.watcher = None
             self._seam = None
-            is_replayed = self._capturing is not None and self._capturing.is_replayed
+            is_replayed = self._graph_trial is not None and self._graph_trial.is_replayed
             seam.close(self._root, is_around=self._on or is_replayed)
         self._asking.drop()
         self._lower()

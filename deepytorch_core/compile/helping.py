@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from deepytorch_core.base import console
 from deepytorch_core.compile import outcome
 from deepytorch_core.compile.ahead import Ahead
+from deepytorch_core.compile.handover import Handover
 from deepytorch_core.compile.region import CompiledRegion
-from deepytorch_core.compile.taking_over import TakingOver
 
 
 class Helping:
@@ -16,7 +16,7 @@ class Helping:
 
     Args:
         helpers: at work.
-        taking_over: the order in which parts are taken over.
+        handover: the order in which parts are taken over.
         regions: the parts; helpers are given their next graphs.
         is_patient: whether no step may wait for a compiler. Graphs of later sizes are for helpers,
             too, then, and what they could not compile stays eager.
@@ -25,7 +25,7 @@ class Helping:
     def __init__(
         self,
         helpers: Ahead,
-        taking_over: TakingOver,
+        handover: Handover,
         regions: Sequence[CompiledRegion],
         *,
         is_patient: bool,
@@ -33,7 +33,7 @@ class Helping:
         self.is_loading = False
         """Whether the step that begins takes a part over."""
         self._helpers = helpers
-        self._taking_over = taking_over
+        self._handover = handover
         self._regions = regions
         self._is_patient = is_patient
         helpers.start(len(regions))
@@ -47,8 +47,8 @@ class Helping:
         return [one.region.name for one in self._regions if one.is_to_be_seen]
 
     def are_seen(self, answers: Sequence[bool], unseen: Sequence[str]) -> bool:
-        """Whether helpers have all graphs that they will get; `answers` as `TakingOver` wants."""
-        if not self._taking_over.are_seen(answers):
+        """Whether helpers have all graphs that they will get; `answers` as `Handover` wants."""
+        if not self._handover.are_seen(answers):
             return False
         for name in unseen:
             self._helpers.failed.setdefault(name, "no step has called it")
@@ -61,7 +61,7 @@ class Helping:
         prepared = {one.region.name: one for one in self._regions if one.is_prepared}
         if not prepared:
             return False
-        part = self._taking_over.next_part(
+        part = self._handover.next_part(
             list(prepared), lambda name: helpers.is_late or helpers.is_done(name)
         )
         if part is None:

@@ -5,7 +5,7 @@ lies at fixed addresses in memory of its own, so inputs are copied in, and outpu
 copied out: nothing that a replay gives is written to later. Passes of different sizes share that
 memory, as only one is under way at a time. A large model's gradients are not copied but lent, as
 DDP and optimizers are done with them before the next pass; where they are not, that one is not
-replayed before they have other memory (`loans`).
+replayed before they have other memory (`borrowed_grads`).
 
 Method: CUDA graphs as in `torch.cuda.make_graphed_callables`, whose results are overwritten by the
 next call; tensors that don't own their memory as in torch's own CUDA graph trees.
@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from deepytorch_core import guard
 from deepytorch_core.compile import graphs, host_draws, module_state
 from deepytorch_core.compile.module_state import PLAIN
-from deepytorch_core.guard.loans import copies_of
+from deepytorch_core.guard.borrowed_grads import copies_of
 from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 from deepytorch_core.nn.deferred_logits import DeferredLogits, WatchedLogits, read
 from deepytorch_core.nn.weight_changes import steps, too_late

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from deepytorch_core.guard import breaks
-from deepytorch_core.guard.loans import Loans
+from deepytorch_core.guard.borrowed_grads import BorrowedGrads
 
 _Result = TypeVar("_Result")
 
@@ -55,7 +55,7 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._last: torch.cuda.Stream | None = None
-        self._loans = Loans()
+        self._borrowed = BorrowedGrads()
 
     def lacks_memory(self) -> str | None:
         """Why there is no room for the memory of graphs beside that of passes without; or None.
@@ -147,20 +147,20 @@ class Recorder:
     @property
     def may_lend(self) -> bool:
         """Whether everybody has given back in time so far."""
-        return not self._loans.is_overdue
+        return not self._borrowed.is_overdue
 
     def keep(self, graphs: Iterable[Graph]) -> None:
         """From now on memory of these may be lent: they stay as long as somebody has some of it."""
-        self._loans.keep(graphs)
+        self._borrowed.keep(graphs)
 
     def let_go(self) -> None:
         """Nobody runs the graphs again: their memory is free once nobody has any of it."""
-        self._loans.let_go()
+        self._borrowed.let_go()
 
     def lend(self, tensor: Tensor) -> Tensor:
         """The same memory for somebody else, who gives it back by letting go of it."""
         lent = self.borrowed(tensor)
-        self._loans.note(lent)
+        self._borrowed.note(lent)
         return lent
 
     def reclaim(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -169,7 +169,7 @@ class Recorder:
         Gradients of `parameters` that lie there get memory of their own. Returns whether that was
         all of it.
         """
-        return self._loans.reclaim(parameters)
+        return self._borrowed.reclaim(parameters)
 
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:

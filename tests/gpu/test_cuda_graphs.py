@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepytorch_core.compile import capture, capturing, replay
+from deepytorch_core.compile import capture, graph_trial, replay
 from deepytorch_core.compile.capture import Capture
-from deepytorch_core.guard import loans
+from deepytorch_core.guard import borrowed_grads
 from deepytorch_core.testing import needs_gpus, spawn_ranks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
@@ -222,7 +222,7 @@ def lending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lent_of(found: Capture) -> int:
-    return len(found._recorder._loans._lent)
+    return len(found._recorder._borrowed._lent)
 
 
 @pytest.mark.usefixtures("lending")
@@ -306,11 +306,11 @@ def test_lent_gradients_outlive_their_graphs() -> None:
     assert all(torch.equal(one, value) for one, value in zip(gradients, values, strict=True))
     for one, value in zip(aliases, values, strict=False):
         assert torch.equal(one, value.view(-1))
-    kept = [each for each in loans._buried if loans._living(each[0])]
+    kept = [each for each in borrowed_grads._buried if borrowed_grads._living(each[0])]
     assert kept, "somebody still has some of the memory"
     del others, aliases, one
-    loans.Loans()
-    assert not any(each is other for each in kept for other in loans._buried)
+    borrowed_grads.BorrowedGrads()
+    assert not any(each is other for each in kept for other in borrowed_grads._buried)
 
 
 class Offset(Net):
@@ -379,7 +379,7 @@ def test_graphs_that_are_not_used_any_more_are_let_go() -> None:
     assert "keeps the gradients" in (found.failure or "")
     assert not found.has_replays
     # A cycle with the recorder keeps it, but not the graphs' memory.
-    assert not found._recorder._loans._graphs
+    assert not found._recorder._borrowed._graphs
     del kept
 
 
@@ -558,7 +558,7 @@ def test_the_trial_keeps_what_is_faster(tmp_path: Any, monkeypatch: pytest.Monke
     for reason in ("faster than launched", "from the profile"):
         torch.manual_seed(0)
         model = Slow().to(DEVICE)
-        trial = capturing.Capturing(model, tokens=lambda: 7)
+        trial = graph_trial.GraphTrial(model, tokens=lambda: 7)
         model.register_forward_pre_hook(
             lambda module, args, trial=trial: None if trial.is_settled else trial.on_forward(True)
         )

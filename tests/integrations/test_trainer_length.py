@@ -14,7 +14,7 @@ from deepytorch_core import compile as engine
 from deepytorch_core.base import config
 from deepytorch_core.base.config import Options
 from deepytorch_core.c10d import activation
-from deepytorch_core.compile import worth
+from deepytorch_core.compile import cost_model
 
 
 def test_the_length_is_known_without_a_word_of_the_script(
@@ -54,7 +54,7 @@ def test_the_length_is_known_without_a_word_of_the_script(
 
 
 def test_a_run_lasts_as_long_as_its_fastest_steps_say() -> None:
-    length = worth.RunLength()
+    length = cost_model.RunLength()
     length.steps = 1000
     length.note(10.0)
     assert length.lasts_s(12.0) == 2.0  # of one step nothing is known

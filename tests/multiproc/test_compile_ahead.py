@@ -33,11 +33,11 @@ from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.compile import (
     ahead,
+    handover,
     outcome,
     policies,
     regions,
     switches,
-    taking_over,
     timeouts,
 )
 from deepytorch_core.compile.ahead import Ahead
@@ -292,7 +292,7 @@ def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float]
     ahead.why_not = lambda device: None
     ahead.MODEL_IN_PARTS = 1
     regions.SMALLEST_SHARES = (4, 64)
-    taking_over.ASK_S = 0.2
+    handover.ASK_S = 0.2
     policies.automatic = lambda device: [policies.get("aot-eager")]
     asked = ahead._asked
     prepared: list[int] = []

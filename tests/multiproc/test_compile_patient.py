@@ -17,7 +17,7 @@ import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
-from deepytorch_core.compile import ahead, capture, policies, worth
+from deepytorch_core.compile import ahead, capture, cost_model, policies
 from deepytorch_core.compile.ahead import Ahead
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
@@ -83,7 +83,7 @@ def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(ahead, "_num_helpers", lambda: 1)
     monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(ahead, "_HELPER", _ANSWERS_AT_ONCE)
-    monkeypatch.setattr(worth, "least_run_s", lambda cost: 0.0)
+    monkeypatch.setattr(cost_model, "least_run_s", lambda cost: 0.0)
     monkeypatch.setattr(decisions, "_made", [])
     torch._dynamo.reset()
     yield

@@ -21,7 +21,7 @@ import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
-from deepytorch_core.compile import compilation, policies, reasons, regions, worth
+from deepytorch_core.compile import compilation, cost_model, policies, reasons, regions
 from deepytorch_core.compile import region as region_module
 from deepytorch_core.compile.policies import Policy, register_policy
 
@@ -493,17 +493,19 @@ def test_compile_holds_up_no_step_where_nobody_knows_how_long_a_run_is(
 def test_compile_large_models_cost_more_unless_they_are_repetitions() -> None:
     block = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(300)]
     unlike = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))  # taken as a whole
-    assert worth.cost_s(nn.Sequential(*block), is_helped=False) == worth.LEAST_COST_S
-    assert worth.cost_s(unlike, is_helped=False) == pytest.approx(300 * worth.COST_OF_MODULE_S)
-    helped = worth.cost_s(unlike, is_helped=True)
-    assert helped == pytest.approx(300 * worth.COST_OF_HELPED_MODULE_S)
+    assert cost_model.cost_s(nn.Sequential(*block), is_helped=False) == cost_model.LEAST_COST_S
+    assert cost_model.cost_s(unlike, is_helped=False) == pytest.approx(
+        300 * cost_model.COST_OF_MODULE_S
+    )
+    helped = cost_model.cost_s(unlike, is_helped=True)
+    assert helped == pytest.approx(300 * cost_model.COST_OF_HELPED_MODULE_S)
 
 
 @pytest.mark.parametrize(("cost_s", "is_compiled"), [(5.9, True), (6.1, False)])
 def test_compile_leaves_a_run_alone_that_would_not_earn_it_back(
     cost_s: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worth, "cost_s", lambda root, *, is_helped: cost_s)
+    monkeypatch.setattr(cost_model, "cost_s", lambda root, *, is_helped: cost_s)
     model, ways, _ = run_auto(monkeypatch, 0.5, steps=200, run_steps=200)  # of a second each
     assert any(ways) == is_compiled
     (decision,) = decisions.made()

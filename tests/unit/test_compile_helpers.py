@@ -15,16 +15,16 @@ from deepytorch_core.base import cgroup
 from deepytorch_core.compile import (
     ahead,
     compilation,
+    handover,
     outcome,
     policies,
     reasons,
     regions,
-    taking_over,
 )
+from deepytorch_core.compile.handover import Handover
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
-from deepytorch_core.compile.taking_over import TakingOver
 from deepytorch_core.topology import model as topology
 
 GPU = torch.device("cuda", 0)
@@ -363,8 +363,8 @@ def test_helpers_of_several_ranks_are_given_parts(
 
 def test_a_part_is_taken_over_by_all_ranks_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = Several([["a", "c"], ["c"], []])
-    monkeypatch.setattr(taking_over, "ASK_S", 0.3)
-    parts = TakingOver(lambda: ranks, 0.1)
+    monkeypatch.setattr(handover, "ASK_S", 0.3)
+    parts = Handover(lambda: ranks, 0.1)
     left, taken, done = ["a", "b", "c"], [], {"a", "b"}
     for number in range(8):
         if number == 5:
@@ -390,7 +390,7 @@ def test_a_part_is_late_if_another_ranks_helpers_were(why: str) -> None:
 
 def test_a_part_waits_for_no_answer() -> None:
     ranks: Any = Several([[]], num_looks=3)
-    parts = TakingOver(lambda: ranks, 10.0)
+    parts = Handover(lambda: ranks, 10.0)
     taken = [parts.next_part(["a"], lambda _: True) for _ in range(4)]
     assert taken == [None, None, None, "a"]
     assert ranks.num_asked == 1
@@ -398,7 +398,7 @@ def test_a_part_waits_for_no_answer() -> None:
 
 def test_a_process_group_that_ends_leaves_each_rank_to_itself() -> None:
     now: list[Any] = [Several([["a"]])]
-    parts = TakingOver(lambda: now[0], 10.0)
+    parts = Handover(lambda: now[0], 10.0)
     assert parts.next_part(["a"], lambda _: True) is None
     now[0] = Several([], size=1)
     assert parts.next_part(["a"], lambda _: True) == "a"
@@ -406,9 +406,9 @@ def test_a_process_group_that_ends_leaves_each_rank_to_itself() -> None:
 
 def test_a_step_is_shown_to_helpers_until_all_ranks_have_called_all_parts() -> None:
     several: Any = Several([])
-    parts = TakingOver(lambda: several, 10.0)
+    parts = Handover(lambda: several, 10.0)
     assert not parts.are_seen([False, True])
     assert not parts.are_seen([True, False])
     assert parts.are_seen([True, True])  # the last one
-    parts = TakingOver(lambda: several, 10.0)
+    parts = Handover(lambda: several, 10.0)
     assert parts.are_seen([False, False])

@@ -25,14 +25,14 @@ from deepytorch_core.base.config import Options
 from deepytorch_core.compile import (
     ahead,
     capture,
-    capturing,
     compilation,
+    graph_trial,
     policies,
     regions,
     replay,
 )
 from deepytorch_core.compile.policies import Policy, register_policy
-from deepytorch_core.guard import loans, recorder
+from deepytorch_core.guard import borrowed_grads, recorder
 
 # Tests that need a GPU: its random numbers, waiting for it, its streams.
 GPU_ONLY = (
@@ -113,18 +113,18 @@ class Emulated(recorder.Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._loans = loans.Loans()
+        self._borrowed = borrowed_grads.BorrowedGrads()
 
     def lend(self, tensor: Tensor) -> Tensor:
         own = tensor.untyped_storage()
         there = (ctypes.c_char * own.nbytes()).from_address(own.data_ptr())
         flat = torch.frombuffer(there, dtype=tensor.dtype)
         lent = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        self._loans.note(lent)
+        self._borrowed.note(lent)
         return lent
 
     def keep(self, graphs: Iterable[Any]) -> None:
-        self._loans.keep([one.tensors for one in graphs])  # as graphs, they know no recorder
+        self._borrowed.keep([one.tensors for one in graphs])  # as graphs, they know no recorder
 
     def lacks_memory(self) -> str | None:
         return None
@@ -284,7 +284,7 @@ class Clock:
 
     def step(self) -> None:
         found: Any = engine.compilation_of(self.model)
-        trial = found._capturing
+        trial = found._graph_trial
         self.now += self.replayed_s if trial is not None and trial._on else self.launched_s
 
 
@@ -298,14 +298,14 @@ def test_compile_tries_replayed_passes_after_compiling(
     replayed_s: float, chosen: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(capturing, "Recorder", Emulated)
+    monkeypatch.setattr(graph_trial, "Recorder", Emulated)
     options = Options(profile=str(tmp_path / "p.json"), patience="off", log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     for number in range(2):
         monkeypatch.setattr(decisions, "_made", [])
         clock = Clock(1.0, replayed_s)
         monkeypatch.setattr(compilation, "time", clock)
-        monkeypatch.setattr(capturing, "time", clock)
+        monkeypatch.setattr(graph_trial, "time", clock)
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
         stock = copy.deepcopy(model)
@@ -370,7 +370,7 @@ class Ways:
         return self.now
 
     def step(self, found: Any, was_compiled: bool) -> None:
-        trial = found._capturing or found._early
+        trial = found._graph_trial or found._early
         is_replayed = trial is not None and trial._on and not trial.is_paused
         self.gone.append((was_compiled, is_replayed))
         self.now += self.seconds[self.gone[-1]]
@@ -416,7 +416,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(capturing, "Recorder", Emulated)
+    monkeypatch.setattr(graph_trial, "Recorder", Emulated)
     monkeypatch.setattr(ahead, "Ahead", Helpers)
     monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 1 if is_in_parts else 250)
@@ -424,7 +424,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     monkeypatch.setattr(decisions, "_made", [])
     clock = Ways(dict(zip((LAUNCHED, GRAPHS, COMPILED, BOTH), seconds, strict=True)))
     monkeypatch.setattr(compilation, "time", clock)
-    monkeypatch.setattr(capturing, "time", clock)
+    monkeypatch.setattr(graph_trial, "time", clock)
     torch.manual_seed(0)
     model = Net()
     stock = copy.deepcopy(model)
@@ -477,14 +477,14 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
 ) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(capturing, "Recorder", Emulated)
+    monkeypatch.setattr(graph_trial, "Recorder", Emulated)
     monkeypatch.setattr(ahead, "Ahead", Helpers)
     monkeypatch.setattr(ahead, "why_not", lambda device: None)
     monkeypatch.setattr(decisions, "_made", [])
     # A compiled pass that passes for a replayed one is launched as well.
     clock = Ways({LAUNCHED: 1.0, GRAPHS: 0.5, COMPILED: 0.4, BOTH: 0.4})
     monkeypatch.setattr(compilation, "time", clock)
-    monkeypatch.setattr(capturing, "time", clock)
+    monkeypatch.setattr(graph_trial, "time", clock)
     model = Net()
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
@@ -535,13 +535,13 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
     draws: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
-    monkeypatch.setattr(capturing, "Recorder", Emulated)
+    monkeypatch.setattr(graph_trial, "Recorder", Emulated)
     options = Options(profile=str(tmp_path / "p.json"), patience="off", log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     monkeypatch.setattr(decisions, "_made", [])
     clock = Clock(1.0, 2.0)
     monkeypatch.setattr(compilation, "time", clock)
-    monkeypatch.setattr(capturing, "time", clock)
+    monkeypatch.setattr(graph_trial, "time", clock)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Draws() if draws else Draws().blocks
@@ -565,7 +565,7 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
 
 
 def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "Recorder", Emulated)
+    monkeypatch.setattr(graph_trial, "Recorder", Emulated)
     monkeypatch.setattr(config, "_current", Options(cuda_graphs="off", log="error"))
     model = nn.Linear(2, 2)
     found = compilation.Compilation(model, "auto", budget_s=1.0, steps=None)
@@ -573,7 +573,7 @@ def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(config, "_current", Options(log="error"))
     assert found._may_capture()
     cpu, names = torch.device("cpu"), ("inductor", "cuda-graphs")
-    named = {one: capturing.is_wanted(one, cpu, steps=None) for one in names}
+    named = {one: graph_trial.is_wanted(one, cpu, steps=None) for one in names}
     assert named == {"inductor": True, "cuda-graphs": False}  # which has graphs of its own
     short = compilation.Compilation(model, "auto", budget_s=1.0, steps=50)
     assert not short._may_capture()

@@ -12,9 +12,9 @@ from torch import nn
 
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
-from deepytorch_core.compile import capture, capturing, turns
+from deepytorch_core.compile import capture, graph_trial, turns
 
-CAPTURED = capturing.CAPTURING_STEPS
+CAPTURED = graph_trial.CAPTURING_STEPS
 FIRST_LOOK = CAPTURED + 2 * turns.BLOCK * turns.LOOKS[0]
 LAST_LOOK = CAPTURED + turns.MOST_STEPS
 
@@ -83,10 +83,10 @@ def test_it_ends_as_soon_as_more_steps_would_tell_nothing(
     reason: str,
 ) -> None:
     clock = Clock(replayed_s, noise)
-    monkeypatch.setattr(capturing, "time", clock)
-    monkeypatch.setattr(capturing, "Capture", Never)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    monkeypatch.setattr(graph_trial, "Capture", Never)
     ways: list[bool] = []
-    trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
+    trial = graph_trial.GraphTrial(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
     taken = 0
     while not trial.is_settled:
         trial.on_forward(True)
@@ -115,13 +115,13 @@ def test_a_models_trunk_is_tried_where_the_whole_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(0.8, 0.01)
-    monkeypatch.setattr(capturing, "time", clock)
-    monkeypatch.setattr(capturing, "Capture", Waiting)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    monkeypatch.setattr(graph_trial, "Capture", Waiting)
     monkeypatch.setattr(Waiting, "tried", [])
     trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
     whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
     ways: list[bool] = []
-    trial = capturing.Capturing(whole, tokens=lambda: 7, switch=ways.append)
+    trial = graph_trial.GraphTrial(whole, tokens=lambda: 7, switch=ways.append)
     while not trial.is_settled:
         trial.on_forward(True)
         clock.step(ways[-1])
@@ -148,11 +148,11 @@ def test_steps_without_a_graph_say_nothing_of_replays(
     monkeypatch: pytest.MonkeyPatch, captured_after: int
 ) -> None:
     clock = Clock(0.6, 0.01)
-    monkeypatch.setattr(capturing, "time", clock)
-    monkeypatch.setattr(capturing, "Capture", Growing)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    monkeypatch.setattr(graph_trial, "Capture", Growing)
     monkeypatch.setattr(Growing, "captured_after", captured_after)
     ways: list[bool] = []
-    trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
+    trial = graph_trial.GraphTrial(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
     number = 0
     while not trial.is_settled:
         trial.on_forward(True)
@@ -175,9 +175,9 @@ def test_nothing_is_replayed_that_hardly_ever_could_be(
             return self._is_on() and self.calls % 20 == 0
 
     clock = Clock(0.6, 0.01)
-    monkeypatch.setattr(capturing, "time", clock)
-    monkeypatch.setattr(capturing, "Capture", Rarely)
-    trial = capturing.Capturing(nn.Linear(2, 2), tokens=lambda: 7)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    monkeypatch.setattr(graph_trial, "Capture", Rarely)
+    trial = graph_trial.GraphTrial(nn.Linear(2, 2), tokens=lambda: 7)
     while not trial.is_settled:
         trial.on_forward(True)
         clock.step(False)
@@ -188,16 +188,16 @@ def test_nothing_is_replayed_that_hardly_ever_could_be(
 def test_the_next_run_knows_at_once_what_was_found_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capturing, "Capture", Waiting)
+    monkeypatch.setattr(graph_trial, "Capture", Waiting)
 
     def tried() -> tuple[int, list[nn.Module]]:
         clock = Clock(0.8, 0.01)
-        monkeypatch.setattr(capturing, "time", clock)
+        monkeypatch.setattr(graph_trial, "time", clock)
         monkeypatch.setattr(Waiting, "tried", [])
         trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
         whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
         ways: list[bool] = []
-        trial = capturing.Capturing(
+        trial = graph_trial.GraphTrial(
             whole, tokens=lambda: 7, switch=ways.append, is_provisional=True
         )
         number = 0
@@ -220,16 +220,16 @@ def test_the_next_run_knows_at_once_what_was_found_for_a_while(
 def test_what_was_found_for_a_while_stays_with_its_graphs(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "Capture", Waiting)
+    monkeypatch.setattr(graph_trial, "Capture", Waiting)
 
-    def settled(*, is_provisional: bool) -> tuple[int, capturing.Capturing]:
+    def settled(*, is_provisional: bool) -> tuple[int, graph_trial.GraphTrial]:
         clock = Clock(0.8, 0.01)
-        monkeypatch.setattr(capturing, "time", clock)
+        monkeypatch.setattr(graph_trial, "time", clock)
         monkeypatch.setattr(Waiting, "tried", [])
         trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
         whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
         ways: list[bool] = []
-        trial = capturing.Capturing(
+        trial = graph_trial.GraphTrial(
             whole, tokens=lambda: 7, switch=ways.append, is_provisional=is_provisional
         )
         number = 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Loans:
+class BorrowedGrads:
     """Tensors of others over the graphs' memory. Graphs outlive them, and so does the memory."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ ASK_S = 5.0
 SEEING_STEPS = 3
 
 
-class TakingOver:
+class Handover:
     """The order in which the parts of one model are taken over.
 
     Args:

@@ -55,7 +55,7 @@ def is_wanted(policy: str, device: torch.device, *, steps: int | None) -> bool:
     return policy == policies.AUTO or policies.get(policy).is_replayed
 
 
-class Capturing:
+class GraphTrial:
     """One model's trial.
 
     Args:
