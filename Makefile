@@ -142,6 +142,7 @@ lint: venv ## ruff, mypy --strict, clang-format, how prose begins: check only
 	@rm -rf build/typed && mkdir -p build/typed/deepytorch
 	@ln -s $(CURDIR)/deepytorch_core build/typed/
 	@ln -s $(CURDIR)/deepytorch/* $(wildcard $(CURDIR)/integrations $(CURDIR)/recipes) build/typed/deepytorch/
+	@ln -s $(CURDIR)/tests/tools/* build/typed/
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
 	  --cache-dir $(CURDIR)/.mypy_cache
 	@$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
@@ -241,12 +242,15 @@ test-sdist: ## the sdist in dist/, installed in a fresh environment and tried, w
 	@CMAKE_ARGS=-DDPT_CUDA=OFF .ci/fresh $(PYTHON) 2.13.0 build/sdist dist/deepytorch_train-$(VERSION).tar.gz \
 	  python $(CURDIR)/tests/matrix/whole.py compiled
 
+# Programs for tests that no wheel has.
+TOOLS := PYTHONPATH=$(CURDIR)/tests/tools
+
 # To bring the page up to date: make test-faults RECORD=docs/faults.jsonl PAGE=docs/faults.md
 RECORD ?= build/faults.jsonl
 PAGE ?= build/faults.md
 test-faults: venv adapter ## every fault on every path in every phase, about ten minutes (docs/faults.md)
 	@mkdir -p $(dir $(RECORD)) $(dir $(PAGE)) && rm -f $(RECORD)
-	$(BIN)/python -m deepytorch_core.testing.faults --json $(RECORD) --write $(PAGE) \
+	$(TOOLS) $(BIN)/python -m fault_matrix --json $(RECORD) --write $(PAGE) \
 	  $(addprefix --beside ,$(wildcard docs/faults-*.jsonl))
 	$(BIN)/pytest --timeout 400 tests/faults/check_restart.py tests/faults/check_elastic.py \
 	  tests/faults/check_resize.py
@@ -256,7 +260,7 @@ test-frameworks: venv adapter $(OPERATORS) ## plants faults in jobs of every fra
 
 MINUTES ?= 30
 soak: venv adapter ## random collectives with checked results for MINUTES=30, then 1000 cycles of groups (build/soak.jsonl)
-	$(BIN)/python -m deepytorch_core.testing.soak --minutes $(MINUTES) --json build/soak.jsonl
+	$(TOOLS) $(BIN)/python -m soak --minutes $(MINUTES) --json build/soak.jsonl
 
 # libFuzzer for what reads bytes, one target after the other; hypothesis for what Python reads. All
 # seven get the same share: SECONDS=4200 is ten minutes each. What came of it is added to a record,
@@ -270,7 +274,7 @@ fuzz: venv ## fuzz the wire format, the JSON files, options and YAML for SECONDS
 	  -DDPT_WERROR=OFF -DDPT_BUILD_FUZZERS=ON -DDPT_SANITIZE=fuzzer-no-link,address,undefined > /dev/null
 	@$(BIN)/cmake --build build/fuzz --target $(addprefix fuzz_,$(FUZZERS))
 	@share=$$(( $(SECONDS) / $(words $(FUZZERS) python) + 1 )); \
-	  $(BIN)/python -m deepytorch_core.testing.fuzz $(FUZZERS) --seconds $$share --json $(FUZZ_RECORD) && \
+	  $(TOOLS) $(BIN)/python -m fuzz_targets $(FUZZERS) --seconds $$share --json $(FUZZ_RECORD) && \
 	  $(BIN)/pytest tests/fuzz --fuzz-seconds $$share --fuzz-record $(FUZZ_RECORD) --timeout 3600
 
 sanitize: venv ## the native tests under AddressSanitizer + UBSan, then ThreadSanitizer

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from deepytorch_core.testing.faults import __main__ as command
-from deepytorch_core.testing.faults import inject, page, runner, schedule
-from deepytorch_core.testing.faults.cases import CASES, FAULTS, OUTCOMES, PATHS, PHASES, Case, cases
-from deepytorch_core.testing.faults.job import Settings, Told
-from deepytorch_core.testing.faults.runner import judge, run
+from fault_matrix import __main__ as command
+from fault_matrix import inject, page, runner, schedule
+from fault_matrix.cases import CASES, FAULTS, OUTCOMES, PATHS, PHASES, Case, cases
+from fault_matrix.job import Settings, Told
+from fault_matrix.runner import judge, run
 
 # No other test has these. Ranks die before and while the stock backend works, one can't make its
 # part of it, and an interpreter ends by an exception.
@@ -309,7 +309,7 @@ def test_the_page_is_made_of_several_machines() -> None:
 def test_a_record_does_not_say_where_the_project_lies() -> None:
     message = f"OSError: Too many open files: '{runner.__file__}'"
     told = runner.Result(Case("SIGKILL", "shm", "init"), "error", [0.1], message).to_dict()
-    assert told["message"].endswith(": 'deepytorch_core/testing/faults/runner.py'")
+    assert told["message"].endswith(": 'tests/tools/fault_matrix/runner.py'")
 
 
 def test_the_page_counts_each_collective_once_where_the_soak_did() -> None:

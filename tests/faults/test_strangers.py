@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepytorch_core.testing import spawn_ranks, strangers
-from deepytorch_core.testing.soak import __main__ as soak
+from soak import __main__ as soak
 
 LIMIT_S = 8.0
 ROUNDS = 20
@@ -53,7 +53,7 @@ def test_messages_come_through_whatever_a_stranger_sends() -> None:
     assert sent.datagrams > 1000, "nobody listened to the stranger"
 
 
-# python -m deepytorch_core.testing.soak --attack --minutes 10 does so for longer.
+# python -m soak --attack --minutes 10 does so for longer.
 @pytest.mark.parametrize("nodes", ["", pytest.param("aab", marks=pytest.mark.extended)])
 def test_random_collectives_are_right_under_attack(nodes: str, tmp_path: Path) -> None:
     record = tmp_path / "soak.jsonl"

@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from deepytorch_core.testing.fuzz import Outcome
+from fuzz_targets import Outcome
 
 _RECORD = "--fuzz-record"
 _OPTION = "--fuzz-seconds"

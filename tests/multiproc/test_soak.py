@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from deepytorch_core.testing import spawn_ranks
-from deepytorch_core.testing.faults import page
-from deepytorch_core.testing.soak import __main__ as command
-from deepytorch_core.testing.soak import job, watch
-from deepytorch_core.testing.soak.operations import draw
-from deepytorch_core.testing.soak.watch import Held
+from fault_matrix import page
+from soak import __main__ as command
+from soak import job, watch
+from soak.operations import draw
+from soak.watch import Held
 
 RANKS = 3
 ASKED_EVERY = 50  # operations, so a round is a multiple of it

@@ -12,8 +12,8 @@ import pytest
 
 from deepytorch_core.hang import store_limit
 from deepytorch_core.testing.emulation import Network
-from deepytorch_core.testing.faults.cases import Case
-from deepytorch_core.testing.faults.runner import run
+from fault_matrix.cases import Case
+from fault_matrix.runner import run
 
 
 # The tests below show by what it does.

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from deepytorch_core.base.provenance import read_records
-from deepytorch_core.testing.faults.__main__ import repeated
-from deepytorch_core.testing.faults.cases import cases
-from deepytorch_core.testing.faults.page import render
-from deepytorch_core.testing.faults.runner import Result
+from fault_matrix.__main__ import repeated
+from fault_matrix.cases import cases
+from fault_matrix.page import render
+from fault_matrix.runner import Result
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faults.md"
@@ -111,7 +111,7 @@ def test_unknown_cases_are_refused() -> None:
 
 def test_the_page_is_that_of_the_records() -> None:
     assert PAGE.read_text() == render([each for file in RECORDS for each in read_records(file)]), (
-        f"python -m deepytorch_core.testing.faults --list; make test-faults writes {PAGE.name}"
+        f"python -m fault_matrix --list; make test-faults writes {PAGE.name}"
     )
 
 

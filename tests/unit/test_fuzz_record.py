@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import fuzz_targets
 from deepytorch_core.base.provenance import read_records
-from deepytorch_core.testing import fuzz
-from deepytorch_core.testing.faults.cases import Case
-from deepytorch_core.testing.faults.page import render
-from deepytorch_core.testing.faults.runner import Result
+from fault_matrix.cases import Case
+from fault_matrix.page import render
+from fault_matrix.runner import Result
+from fuzz_targets import Outcome, read_log
 
 DONE = """\
 INFO: Running with entropic power schedule (0xFF, 100).
@@ -30,21 +31,21 @@ stat::number_of_executed_units: {number}
 def test_a_log_tells_executions_and_crashes() -> None:
     number = random.randrange(1, 1 << 40)
     log = DONE.format(number=number)
-    assert fuzz.read_log("json", log, 0, 3.5) == fuzz.Outcome("json", number, 0, 3.5)
+    assert read_log("json", log, 0, 3.5) == Outcome("json", number, 0, 3.5)
     log = CRASHED.format(number=number)
-    assert fuzz.read_log("json", log, 77, 3.5) == fuzz.Outcome("json", number, 1, 3.5)
+    assert read_log("json", log, 77, 3.5) == Outcome("json", number, 1, 3.5)
 
 
 def test_a_bad_end_without_an_input_counts_too() -> None:
-    outcome = fuzz.read_log("json", DONE.format(number=9), 23, 1.0)
+    outcome = read_log("json", DONE.format(number=9), 23, 1.0)
     assert outcome is not None
     assert outcome.crashes == 1
 
 
 def test_a_log_without_its_figure_is_no_result() -> None:
-    assert fuzz.read_log("json", "no such file", 1, 0.1) is None
+    assert read_log("json", "no such file", 1, 0.1) is None
     with pytest.raises(ValueError, match="fuzz_json ended well but says not how many"):
-        fuzz.read_log("json", "", 0, 0.1)
+        read_log("json", "", 0, 0.1)
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -62,10 +63,10 @@ def test_each_target_is_recorded_until_one_breaks(
         log = (CRASHED if broken else DONE).format(number=numbers[target])
         return log, 77 if broken else 0, 7.2
 
-    monkeypatch.setattr(fuzz, "_run", run)
-    monkeypatch.setattr(fuzz, "_clang_version", lambda: "14.0")
+    monkeypatch.setattr(fuzz_targets, "_run", run)
+    monkeypatch.setattr(fuzz_targets, "_clang_version", lambda: "14.0")
     file = tmp_path / "fuzz.jsonl"
-    assert fuzz.main([*numbers, "--seconds", "7", "--json", str(file)]) == int(breaks)
+    assert fuzz_targets.main([*numbers, "--seconds", "7", "--json", str(file)]) == int(breaks)
     records = read_records(file)
     ran = list(numbers)[:2] if breaks else list(numbers)
     assert [(each["target"], each["executions"]) for each in records] == [

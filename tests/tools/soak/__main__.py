@@ -21,8 +21,8 @@ from deepytorch_core.base import provenance
 from deepytorch_core.testing import strangers
 from deepytorch_core.testing.failures import RankError
 from deepytorch_core.testing.pool import close_idle_workers, spawn_ranks
-from deepytorch_core.testing.soak.job import Counts, cycles, operations, operations_beside_gloo
-from deepytorch_core.testing.soak.watch import Held
+from soak.job import Counts, cycles, operations, operations_beside_gloo
+from soak.watch import Held
 
 _ROUND_S = 60.0
 _PATIENCE_S = 120.0  # beyond a round's time, for what is under way
@@ -35,7 +35,7 @@ _MOST_MAPPINGS = 20  # the allocator's own come and go
 
 def main(arguments: Sequence[str]) -> int:
     """0 if every result was right and nothing was left behind."""
-    parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.soak")
+    parser = argparse.ArgumentParser(prog="python -m soak")
     parser.add_argument("--minutes", type=float, default=30.0, help="of random operations")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one round")

@@ -25,12 +25,12 @@ from deepytorch_core.testing.emulation import (
     missing_privilege,
 )
 from deepytorch_core.testing.failures import RankError
-from deepytorch_core.testing.faults import inject
-from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case, Fault
-from deepytorch_core.testing.faults.cases import Path as DataPath
-from deepytorch_core.testing.faults.job import Settings, Told, survive
 from deepytorch_core.testing.pool import spawn_ranks
 from deepytorch_core.testing.worker import UncaughtError
+from fault_matrix import inject
+from fault_matrix.cases import FAULTS, PATHS, Case, Fault
+from fault_matrix.cases import Path as DataPath
+from fault_matrix.job import Settings, Told, survive
 
 _PROJECT = f"{Path(__file__).parents[3]}/"
 _LIMIT_S = 100.0  # of a case; what runs longer hangs

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.testing.leaks import holdings, left_over, num_mappings
-from deepytorch_core.testing.soak.operations import Performance, Step, draw, has_gloo
-from deepytorch_core.testing.soak.watch import Held, Watch, resident_bytes
 from deepytorch_core.testing.tensors import rank_gpu
 from deepytorch_core.testing.worker import rank_store
+from soak.operations import Performance, Step, draw, has_gloo
+from soak.watch import Held, Watch, resident_bytes
 
 if TYPE_CHECKING:
     import torch

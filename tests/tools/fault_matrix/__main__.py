@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.base import provenance
-from deepytorch_core.testing.faults import schedule
-from deepytorch_core.testing.faults.cases import cases
-from deepytorch_core.testing.faults.page import write_page
-from deepytorch_core.testing.faults.runner import Result, names_in_shm, run
 from deepytorch_core.testing.pool import close_idle_workers
+from fault_matrix import schedule
+from fault_matrix.cases import cases
+from fault_matrix.page import write_page
+from fault_matrix.runner import Result, names_in_shm, run
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 if every case that could run came out as the table promises."""
-    parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.faults")
+    parser = argparse.ArgumentParser(prog="python -m fault_matrix")
     parser.add_argument("patterns", nargs="*", default=["*"], help='such as "SIGKILL | shm | *"')
     parser.add_argument("--device", choices=["cpu", "cuda"], help="only paths there")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time")

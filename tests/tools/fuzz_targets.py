@@ -1,6 +1,6 @@
 """Runs the fuzzers of what reads bytes and keeps what came of it: `make fuzz`.
 
-`python -m deepytorch_core.testing.fuzz json framing --seconds 600` runs these two for so long each.
+`python -m fuzz_targets json framing --seconds 600` runs these two for so long each.
 `--json FILE` adds a line per target to FILE: how many inputs it executed, and how many broke it.
 """
 
@@ -51,7 +51,7 @@ class Outcome:
 
 def main(arguments: Sequence[str]) -> int:
     """0 if no input broke a target; the first that is broken is the last that runs."""
-    parser = argparse.ArgumentParser(prog="python -m deepytorch_core.testing.fuzz")
+    parser = argparse.ArgumentParser(prog="python -m fuzz_targets")
     parser.add_argument("targets", nargs="+", help="those of tests/fuzz/targets.hpp")
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line per target to FILE")

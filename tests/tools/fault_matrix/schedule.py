@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from deepytorch_core.testing.faults.cases import FAULTS, Case
-from deepytorch_core.testing.faults.runner import Result, run
+from fault_matrix.cases import FAULTS, Case
+from fault_matrix.runner import Result, run
 
 
 def run_all(

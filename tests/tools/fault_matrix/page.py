@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.testing.faults.cases import FAULTS, PATHS, PHASES
+from fault_matrix.cases import FAULTS, PATHS, PHASES
 
 _INTRODUCTION = """\
 # What happens when something breaks

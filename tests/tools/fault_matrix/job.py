@@ -15,10 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from deepytorch_core.testing.faults import cases, inject
-from deepytorch_core.testing.faults.cases import FAULTS, PATHS, Case
 from deepytorch_core.testing.leaks import holdings, left_over, names_mapped_of_shm
 from deepytorch_core.testing.worker import UncaughtError, rank_store
+from fault_matrix import cases, inject
+from fault_matrix.cases import FAULTS, PATHS, Case
 
 _WARM_ROUNDS = 3
 _AGAIN = "again"  # the group that survivors make
