@@ -101,7 +101,7 @@ class Compilation:
         self._outlook = cost_model.Outlook()
         self._early: GraphTrial | None = None  # of eager passes, while helpers compile
         self._number = -1  # of the training step
-        self._began: float | None = None
+        self._began = time.perf_counter()
         self._is_whole, self._tokens, self._num_made = True, 1, 0
         self._num_settling = 0  # steps until all sizes have their code
         self._samples = turns.Samples()
@@ -241,8 +241,6 @@ class Compilation:
         self._number += 1
 
     def _sample(self) -> None:
-        if self._began is None:
-            return
         guard.synchronize(self._device)
         seconds = time.perf_counter() - self._began
         if not self._is_whole or self.num_made != self._num_made:
@@ -346,7 +344,7 @@ class Compilation:
         is_helped = self._outlook.is_helped(self._root, lasted_s, self._may_help)
         is_open = self._is_unknown()
         facts = is_open, capture.sizes_of(self._root) is not None, self._is_early_open
-        own = (now - (self._began or now), lasted_s, is_helped, *facts)
+        own = (now - self._began, lasted_s, is_helped, *facts)
         self._ask(f"pace {self._number}", own, self._set_pace)
 
     def _is_unknown(self) -> bool:
@@ -507,24 +505,26 @@ class Compilation:
         self, chosen: str, reason: str, times_ms: Mapping[str, float] | None = None
     ) -> None:
         early, self._early = self._early, None
-        was_replaying = are_both = early is not None and early.is_replayed
+        was_replaying = early is not None and early.is_replayed
         if early is not None and was_replaying and chosen == EAGER:
             self._graph_trial = early  # nothing is left to be found: eager passes stay replayed
             self._conclude(chosen, reason, times_ms)
             early.confirm()
             self._stop()
             return
+        # Code that can't be replayed was launched in its turns, and may still have won.
+        if early is not None and reason == reasons.FASTER and was_replaying and early.replays(True):
+            self._open = reasons.ONLY_REPLAYED, times_ms or {}
+            self._graph_trial = early
+            early.start_anew()
+            return
         if early is not None:
-            # Code that can't be replayed was launched in its turns, and may still have won.
-            are_both = was_replaying and early.replays(True)
             early.undo()
             torch.cuda.empty_cache()  # what its graphs have left
         is_open = reason in (reasons.UNDECIDED, reasons.SLOWER) and not was_replaying
         if is_open and times_ms and self._may_capture():
             # If launches take the time, savings on the GPU show only when steps are replayed.
             self._open = reason, times_ms
-        elif reason == reasons.FASTER and are_both:
-            self._open = reasons.ONLY_REPLAYED, times_ms or {}
         else:
             self._conclude(chosen, reason, times_ms)
         self._capture_or_stop()
@@ -554,9 +554,9 @@ class Compilation:
         self._stop()
 
     def _conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
-        dropped = outcome.dropped(self.regions)
         is_failed = reason == reasons.ASKED_FOR and all(one.failure for one in self.regions)
         told = (EAGER, reasons.FAILED) if is_failed else (chosen, reason)
+        dropped = outcome.dropped(self.regions)
         decisions.record(self._what, *told, times_ms=times_ms, dropped=dropped)
         self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:

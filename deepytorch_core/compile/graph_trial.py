@@ -131,6 +131,11 @@ class GraphTrial:
             self._keep(num_ranks, self._whole, {"chosen": TRUNK, "reason": why, "times_ms": {}})
         self._keep(num_ranks, self._root, self._entry)
 
+    def start_anew(self) -> None:
+        """Find out again, for good and with the graphs that there are."""
+        self._is_provisional = self.is_paused = self.is_settled = False
+        self._number, self._samples = CAPTURING_STEPS - 1, turns.Samples()
+
     def undo(self) -> None:
         """Give the model everything back."""
         self._use(False)

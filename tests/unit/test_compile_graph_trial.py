@@ -259,6 +259,38 @@ def test_what_was_found_for_a_while_stays_with_its_graphs(
     assert [type(one) for one in Waiting.tried] == [nn.Sequential]
 
 
+@pytest.mark.parametrize("replayed_s", [0.8, 1.3])
+def test_what_was_found_for_a_while_is_tried_anew_with_its_graphs(
+    replayed_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(0.8, 0.01)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    monkeypatch.setattr(graph_trial, "Capture", Waiting)
+    monkeypatch.setattr(Waiting, "tried", [])
+    ways: list[bool] = []
+    trial = graph_trial.GraphTrial(
+        nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append, is_provisional=True
+    )
+
+    def run() -> int:
+        number = 0
+        while not trial.is_settled:
+            trial.on_forward(True)
+            clock.step(ways[-1])
+            number += 1
+        return number
+
+    run()
+    assert trial.is_replayed
+    clock._replayed_s = replayed_s
+    trial.start_anew()
+    assert run() == FIRST_LOOK - CAPTURED + 1
+    assert trial.is_replayed == (replayed_s < 1)
+    assert len(Waiting.tried) == 1
+    (decision,) = decisions.made()
+    assert decision["times_ms"]["replayed"] == pytest.approx(1e3 * replayed_s, rel=0.05)
+
+
 def test_few_sizes_are_used_by_who_asked_before_there_were_any() -> None:
     class Sizes:
         are_few, is_shared, num_tokens, state = True, False, None, None
