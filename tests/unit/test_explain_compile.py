@@ -126,10 +126,15 @@ def test_explain_has_runs_that_left_it_undecided(
     assert "eager, not faster beyond the noise" in said
     assert said.count(" ms a step") == 2  # the times that left it undecided
     assert f"graph break: {place_of(Prints.forward, 'print(')}: " in said
+    # The next run takes it over. As a note it would decide nothing, until a decision stands for it.
+    entry = known(model)
+    assert entry["chosen"] == "eager"
+    wanted = entry.pop("for")
+    own_profile.unlink()
+    guard.profile.note(wanted, entry)
     assert known(model) is None
-    # Once there is a decision about the same it stands for the note.
-    note = json.loads(own_profile.read_text())["notes"][0]
-    guard.profile.keep(note.pop("for"), {**note, "reason": "faster than eager"})
+    assert "eager, not faster beyond the noise" in explained()
+    guard.profile.keep(wanted, {**entry, "reason": "faster than eager"})
     assert "beyond the noise" not in explained()
     assert known(model)["reason"] == "faster than eager"
 
