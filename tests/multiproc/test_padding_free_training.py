@@ -153,7 +153,7 @@ def with_trainer(rank: int, world_size: int, choice: str, folder: Path) -> dict[
             train_dataset=Texts(),
             eval_dataset=torch.utils.data.Subset(Texts(), range(9)),
             data_collator=padded,
-            deepytorch={"padding_free": choice},
+            deepytorch={"padding_free": choice, "compile": "off"},
         )
         trainer.train()
         return {
