@@ -560,7 +560,6 @@ class Compilation:
         decisions.record(self._what, *told, times_ms=times_ms, dropped=dropped)
         self._keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
-            capture.use_few_sizes(self._root, False, by=_CODE)
             self._drop_regions()
         else:
             for one in self.regions:
@@ -586,6 +585,8 @@ class Compilation:
         if self._helping is not None:
             self._helping.close()
             self._helping = None
+        if not self._on:  # not before: replays want the sizes that there are
+            capture.use_few_sizes(self._root, False, by=_CODE)
         if self._seam is not None:
             self._seam.watcher = None
             self._seam = None

@@ -11,9 +11,19 @@ from torch import nn
 
 import deepytorch
 from deepytorch_core import compile as engine
+from deepytorch_core import guard
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
-from deepytorch_core.compile import compilation, kept, outcome, policies, reasons, undecided
+from deepytorch_core.compile import (
+    capture,
+    compilation,
+    graph_trial,
+    kept,
+    outcome,
+    policies,
+    reasons,
+    undecided,
+)
 
 
 @pytest.mark.parametrize("chosen", ["aot-eager", "eager"])
@@ -50,6 +60,68 @@ def test_what_is_known_waits_until_passes_are_what_they_will_be(
     undecided.register(model, None)
     engine.undo(model)
     torch._dynamo.reset()
+
+
+class Never:
+    """A Capture that captures nothing."""
+
+    num_captured = 0
+    failure: str | None = None
+
+    def __init__(self, root: nn.Module, **_: Any) -> None: ...
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+class Sizes:
+    """Batches have few sizes as long as somebody wants that; others are chosen afterwards."""
+
+    are_few, is_shared, num_tokens, state = True, False, None, None
+
+    def __init__(self) -> None:
+        self.users: set[str] = set()
+        self.num_chosen = 0
+
+    def use_few(self, is_on: bool, by: str) -> None:
+        self.num_chosen += is_on and not self.users
+        (self.users.add if is_on else self.users.discard)(by)
+
+
+@pytest.mark.parametrize("way", ["replayed", "launched"])
+def test_replays_take_over_the_sizes_that_were_chosen(
+    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
+    monkeypatch.setattr(capture, "why_not", lambda root: None)
+    monkeypatch.setattr(graph_trial, "Capture", Never)
+    monkeypatch.setattr(graph_trial, "is_wanted", lambda *_, **more: True)
+    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    monkeypatch.setattr(config, "_current", options)
+    monkeypatch.setattr(decisions, "_made", [])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    known = kept.Kept("compile of Sequential", policies.AUTO)
+    known.look_at(model, torch.device("cpu"))
+    entry = {"chosen": "eager", "reason": reasons.UNDECIDED, "times_ms": {"eager": 1.0}}
+    known.keep(entry, num_ranks=1, is_final=True)
+    trial = graph_trial.GraphTrial(model, tokens=lambda: 1)
+    entry = {"chosen": way, "reason": "faster", "times_ms": {way: 1.0}}
+    guard.profile.keep(trial._key(1, model), entry)
+    sizes = Sizes()
+    capture.register_sizes(model, sizes)
+    deepytorch.compile(model)
+    for _ in range(12):
+        model(torch.randn(4, 8)).square().mean().backward()
+    found: Any = engine.compilation_of(model)
+    assert found.is_settled
+    made = {one["what"]: one["chosen"] for one in decisions.made()}
+    assert made == {"compile of Sequential": "eager", "CUDA graphs of Sequential": way}
+    assert sizes.num_chosen == 1
+    assert sizes.users == ({"replays"} if way == "replayed" else set())
+    engine.undo(model)
+    assert not sizes.users
+    capture.register_sizes(model, None)
 
 
 @pytest.mark.parametrize(
