@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_earlier_modules_keep_is_not_searched() -> None:
-    """What earlier tests have imported stays: many tests collect garbage, and would look there."""
+    """Leave out what earlier modules keep: many tests collect garbage, and would look there."""
     gc.collect()
     gc.freeze()
 

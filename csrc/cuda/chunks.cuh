@@ -24,7 +24,7 @@ class ChunkOf {
 constexpr int kCopiesAtOnce = 8;
 constexpr int kReductionsAtOnce = 2;
 
-// Calls visit(i) for the workers's vectors of `count`, `kAtOnce` of a thread in a row: first all
+// Calls visit(i) for the workers' vectors of `count`, `kAtOnce` of a thread in a row: first all
 // their loads, then all their stores.
 template <int kAtOnce, typename Value, typename Load, typename Store>
 DPT_DEVICE void for_each_vector(const WorkerGroup& workers,

@@ -130,8 +130,6 @@ def test_the_published_examples_learn_the_same_with_their_one_line(
     assert native_calls(ours) > 20
 
 
-# Examples above run on ranks that find the same variables.
-@pytest.mark.extended
 def test_accelerate_launch_starts_it(reporting: Path) -> None:
     launch = [*LAUNCH, "--main_process_port", str(free_port())]
     output = run(launch, reporting, EXAMPLES / "accelerate_ddp.py", ACCELERATE_USE_CPU="true")

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, fp16": (3, {}, FP16),
 }
 # Cases beside these have what is different in them.
-EXTENDED = ("stage 1", "stage 0, bf16", "stage 1, bf16", "stage 3, bf16", "stage 3, fp16")
+EXTENDED = ("stage 1", "stage 0, bf16", "stage 3, bf16", "stage 3, fp16")
 NATIVE = {
     0: {"all_reduce", "broadcast"},
     1: {"all_reduce", "all_gather", "broadcast"},

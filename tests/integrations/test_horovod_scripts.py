@@ -136,7 +136,7 @@ for turn in range(3):
 def as_launched(
     rank: int, world_size: int, launcher: dict[str, str], program: str, more: dict[str, str]
 ) -> str:
-    """What a rank prints that finds a launcher's variables, but for torch imported already."""
+    """Return what a rank prints that finds a launcher's variables; it has imported torch."""
     environment = clean(**variables_of(launcher, rank), **more)
     os.environ.clear()  # noqa: TID251
     os.environ.update(environment)  # noqa: TID251

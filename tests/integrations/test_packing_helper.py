@@ -52,7 +52,7 @@ def test_a_helper_answers_what_a_twin_shows() -> None:
 
 
 def answer_of(rank: int, world_size: int, twin: bytes) -> dict[str, Any]:
-    """What a helper's program writes, in a process that has imported what it uses."""
+    """Return what a helper's program writes, in a process that has imported what it uses."""
     asked, told = os.pipe(), os.pipe()
     os.write(asked[1], twin)
     os.close(asked[1])

@@ -111,9 +111,10 @@ class Waiting(Never):
             self.failure = "it waits for the GPU"
 
 
-def test_a_models_trunk_is_tried_where_the_whole_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def settled(
+    monkeypatch: pytest.MonkeyPatch, *, is_provisional: bool
+) -> tuple[int, graph_trial.GraphTrial]:
+    """Run a trial of a model whose trunk is faster replayed; also return how many steps it took."""
     clock = Clock(0.8, 0.01)
     monkeypatch.setattr(graph_trial, "time", clock)
     monkeypatch.setattr(graph_trial, "Capture", Waiting)
@@ -121,12 +122,23 @@ def test_a_models_trunk_is_tried_where_the_whole_waits(
     trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
     whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
     ways: list[bool] = []
-    trial = graph_trial.GraphTrial(whole, tokens=lambda: 7, switch=ways.append)
+    trial = graph_trial.GraphTrial(
+        whole, tokens=lambda: 7, switch=ways.append, is_provisional=is_provisional
+    )
+    number = 0
     while not trial.is_settled:
         trial.on_forward(True)
         clock.step(ways[-1])
-    assert Waiting.tried == [whole, trunk]
+        number += 1
     assert trial.is_replayed
+    return number, trial
+
+
+def test_a_models_trunk_is_tried_where_the_whole_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settled(monkeypatch, is_provisional=False)
+    assert [type(one) for one in Waiting.tried] == [nn.ModuleDict, nn.Sequential]
     (decision,) = decisions.made()
     assert decision["what"] == "CUDA graphs of Sequential"
 
@@ -188,60 +200,22 @@ def test_nothing_is_replayed_that_hardly_ever_could_be(
 def test_the_next_run_knows_at_once_what_was_found_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graph_trial, "Capture", Waiting)
-
-    def tried() -> tuple[int, list[nn.Module]]:
-        clock = Clock(0.8, 0.01)
-        monkeypatch.setattr(graph_trial, "time", clock)
-        monkeypatch.setattr(Waiting, "tried", [])
-        trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
-        whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
-        ways: list[bool] = []
-        trial = graph_trial.GraphTrial(
-            whole, tokens=lambda: 7, switch=ways.append, is_provisional=True
-        )
-        number = 0
-        while not trial.is_settled:
-            trial.on_forward(True)
-            clock.step(ways[-1])
-            number += 1
-        assert trial.is_replayed
-        assert not decisions.made()
-        return number, [one for one in Waiting.tried if one is not whole]
-
-    assert tried()[0] > CAPTURED
-    number, found = tried()
+    number, _ = settled(monkeypatch, is_provisional=True)
+    assert number > CAPTURED
+    number, _ = settled(monkeypatch, is_provisional=True)
     assert number == 1
-    assert [type(one) for one in found] == [nn.Sequential]
-    assert len(Waiting.tried) == 1  # the whole isn't captured again in vain
+    assert not decisions.made()
+    # The whole isn't captured again in vain.
+    assert [type(one) for one in Waiting.tried] == [nn.Sequential]
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["measured", "from the profile"])
 def test_what_was_found_for_a_while_stays_with_its_graphs(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_trial, "Capture", Waiting)
-
-    def settled(*, is_provisional: bool) -> tuple[int, graph_trial.GraphTrial]:
-        clock = Clock(0.8, 0.01)
-        monkeypatch.setattr(graph_trial, "time", clock)
-        monkeypatch.setattr(Waiting, "tried", [])
-        trunk = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
-        whole = nn.ModuleDict({"trunk": trunk, "head": nn.Linear(2, 2)})
-        ways: list[bool] = []
-        trial = graph_trial.GraphTrial(
-            whole, tokens=lambda: 7, switch=ways.append, is_provisional=is_provisional
-        )
-        number = 0
-        while not trial.is_settled:
-            trial.on_forward(True)
-            clock.step(ways[-1])
-            number += 1
-        return number, trial
-
     if is_known:
-        settled(is_provisional=True)
-    _, trial = settled(is_provisional=True)
+        settled(monkeypatch, is_provisional=True)
+    _, trial = settled(monkeypatch, is_provisional=True)
     num_tried = len(Waiting.tried)
     trial.is_paused = True
     trial.confirm()
@@ -253,9 +227,8 @@ def test_what_was_found_for_a_while_stays_with_its_graphs(
     assert decision["reason"] == "faster than launched"
     assert decision["times_ms"]["replayed"] == pytest.approx(800, rel=0.05)
     # The next run takes it over, in its first step and without a look at the whole.
-    number, following = settled(is_provisional=False)
+    number, _ = settled(monkeypatch, is_provisional=False)
     assert number == 1
-    assert following.is_replayed
     assert [type(one) for one in Waiting.tried] == [nn.Sequential]
 
 

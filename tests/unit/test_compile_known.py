@@ -26,20 +26,26 @@ from deepytorch_core.compile import (
 )
 
 
-@pytest.mark.parametrize("chosen", ["aot-eager", "eager"])
-@pytest.mark.parametrize("num_open", [0, 1, 17])
-def test_what_is_known_waits_until_passes_are_what_they_will_be(
-    chosen: str, num_open: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def known_model(monkeypatch: pytest.MonkeyPatch, folder: Path, entry: dict[str, Any]) -> Any:
+    """Make a model of which the profile knows this."""
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
-    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
+    options = Options(profile=str(folder / "p.json"), log="error", tune="auto")
     monkeypatch.setattr(config, "_current", options)
     monkeypatch.setattr(decisions, "_made", [])
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
     known = kept.Kept("compile of Sequential", policies.AUTO)
     known.look_at(model, torch.device("cpu"))
-    entry = {"chosen": chosen, "reason": "faster than eager", "times_ms": {"eager": 1.0}}
     known.keep(entry, num_ranks=1, is_final=True)
+    return model
+
+
+@pytest.mark.parametrize("chosen", ["aot-eager", "eager"])
+@pytest.mark.parametrize("num_open", [0, 1, 17])
+def test_what_is_known_waits_until_passes_are_what_they_will_be(
+    chosen: str, num_open: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry = {"chosen": chosen, "reason": "faster than eager", "times_ms": {"eager": 1.0}}
+    model = known_model(monkeypatch, tmp_path, entry)
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
     settled_at = None
@@ -93,18 +99,11 @@ class Sizes:
 def test_replays_take_over_the_sizes_that_were_chosen(
     way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
     monkeypatch.setattr(capture, "why_not", lambda root: None)
     monkeypatch.setattr(graph_trial, "Capture", Never)
     monkeypatch.setattr(graph_trial, "is_wanted", lambda *_, **more: True)
-    options = Options(profile=str(tmp_path / "p.json"), log="error", tune="auto")
-    monkeypatch.setattr(config, "_current", options)
-    monkeypatch.setattr(decisions, "_made", [])
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
-    known = kept.Kept("compile of Sequential", policies.AUTO)
-    known.look_at(model, torch.device("cpu"))
     entry = {"chosen": "eager", "reason": reasons.UNDECIDED, "times_ms": {"eager": 1.0}}
-    known.keep(entry, num_ranks=1, is_final=True)
+    model = known_model(monkeypatch, tmp_path, entry)
     trial = graph_trial.GraphTrial(model, tokens=lambda: 1)
     entry = {"chosen": way, "reason": "faster", "times_ms": {way: 1.0}}
     guard.profile.keep(trial._key(1, model), entry)
