@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
 from deepytorch_core.base.console import say
-from deepytorch_core.compile import fixes, graphs, module_state, seam
-from deepytorch_core.compile.replay import Call, Replay, Token
+from deepytorch_core.compile import beside, fixes, graphs, module_state, seam
+from deepytorch_core.compile.replay import Call, Replay, Token, note_used
 from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 
 # Kinds of calls that are captured when they are first met; later ones at their second time. Where
@@ -176,6 +176,7 @@ class Capture:
         self._met: set[Any] = set()
         self._misses = 0
         self._num_watched = 0
+        self._used: set[int] = set()  # outputs of watched passes that have had gradients
         self._num_failures = 0
         self._last_miss = "its passes were not met"
         self._pending: weakref.ref[Token] | None = None
@@ -259,7 +260,9 @@ class Capture:
         self._recorder.take_turn()
         token = Token(self._note_repeated)
         self._pending = weakref.ref(token)
-        return replay(call, token)
+        result = replay(call, token)
+        beside.launched()
+        return result
 
     def _launched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The pass as it is. If memory is lacking for it, that of the graphs is given back."""
@@ -312,6 +315,7 @@ class Capture:
             result = self._forward(*args, **kwargs)
         if watch.problem is not None:
             self._give_up(watch.problem)
+        note_used(result, self._used)
         return result
 
     def _is_used(self) -> bool:
@@ -379,7 +383,7 @@ class Capture:
             ):
                 region = self._seam.region if self._seam is not None else None
                 forward = fixes.applied(self._root, region or self._forward)
-                replay = Replay(forward, self._root, call, self._recorder)
+                replay = Replay(forward, self._root, call, self._recorder, used=self._used)
                 if self._states.now() != before:
                     raise NotCapturedError("a pass changes attributes of its modules")
             if said.getvalue():

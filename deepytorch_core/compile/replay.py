@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,7 @@ class Replay:
         module: whose parameters get gradients, besides inputs that ask for them.
         call: the first such call.
         recorder: of all graphs of the module.
+        used: outputs that have had gradients, see `note_used`; empty: it is the loss that gets one.
 
     Raises NotCapturedError where the call waits for the GPU, goes by random numbers of the host,
     writes to its inputs, or computes something else when replayed.
@@ -116,8 +117,11 @@ class Replay:
         module: torch.nn.Module,
         call: Call,
         recorder: Recorder,
+        *,
+        used: Set[int] = frozenset(),
     ) -> None:
         self._forward = forward
+        self._used = used
         self._recorder = recorder
         self._kind = recorder.kind
         self._autocast = (
@@ -296,7 +300,8 @@ class Replay:
             raise NotCapturedError("nothing that it returns has a gradient")
         # A loss is what gets a gradient where there is one; else whatever can have one.
         losses = [one.requires_grad and one.dim() == 0 for one in tensors]
-        chosen = losses if any(losses) else self._differentiable
+        used = [number in self._used and one.requires_grad for number, one in enumerate(tensors)]
+        chosen = used if any(used) else losses if any(losses) else self._differentiable
         self._seeds = [
             graphs.seed(one, number) if chosen[number] else None
             for number, one in enumerate(tensors)
@@ -479,6 +484,24 @@ class _LeftOut:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def note_used(result: Any, used: set[int]) -> None:
+    """Add to `used` which of a pass's outputs get gradients, by their places among its tensors.
+
+    A head may return a loss beside what the script makes its own loss of.
+    """
+    for number, one in enumerate(_tensors(tree_flatten(result)[0])):
+        if one.grad_fn is not None:
+            note = functools.partial(_note_gradient, used, number, one.output_nr)
+            one.grad_fn.register_prehook(note)
+
+
+def _note_gradient(
+    used: set[int], number: int, place: int, gradients: Sequence[Tensor | None]
+) -> None:
+    if gradients[place] is not None:
+        used.add(number)
 
 
 def _kept(leaf: Any) -> Any:

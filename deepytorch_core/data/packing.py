@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepytorch_core.base.transfers import to_device
+
 IGNORED_LABEL = -100
 """The label that cross_entropy leaves out."""
 
@@ -26,7 +28,7 @@ class Packing:
         num_targets: labels that are trained when the batch is packed; None without labels.
     """
 
-    __slots__ = ("indices", "lengths", "num_targets", "obstacle", "shape")
+    __slots__ = ("_places", "indices", "lengths", "num_targets", "obstacle", "shape")
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Packing:
         self.shape = shape
         self.obstacle = obstacle
         self.num_targets = num_targets
+        self._places: tuple[int, Tensor] | None = None  # see `unpack_shifted`
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (
@@ -79,7 +82,10 @@ class Packing:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Packing:
         """The same, with `indices` on `device`."""
-        return self._with(self.indices.to(device, non_blocking=non_blocking))
+        place = torch.device(device)
+        if non_blocking and self.indices.device.type == "cpu":
+            return self._with(to_device(self.indices, place))
+        return self._with(self.indices.to(place, non_blocking=non_blocking))
 
     def cuda(self, device: torch.device | int | None = None, non_blocking: bool = False) -> Packing:
         """The same, with `indices` on a GPU, as loops call it on all that a batch holds."""
@@ -115,6 +121,21 @@ class Packing:
         # No view of it: FSDP2 warns of those that a model returns.
         return padded.index_put((self.indices // width, self.indices % width), tokens)
 
+    def unpack_shifted(self, packed: Tensor) -> Tensor:
+        """[1, at least tokens - 1] to [batch, width - 1], zero at padding; differentiable.
+
+        That is one value for each token but the last, of a head that compares it with the next one.
+        Each place of the batch gathers its value, so that several fields share the indices.
+        """
+        batch, width = self.shape
+        row = torch.nn.functional.pad(packed[0], (0, 1))  # padding takes the zero at its end
+        if self._places is None or self._places[0] != len(row):
+            tokens = torch.arange(self.num_tokens, device=row.device)
+            places = tokens.new_full((batch * width,), len(row) - 1)
+            places = places.index_copy_(0, self.indices, tokens)
+            self._places = len(row), places.view(batch, width)[:, :-1].flatten()
+        return row.index_select(0, self._places[1]).view(batch, width - 1)
+
     def columns(self) -> Tensor:
         """int64 [1, tokens]: each token's column in the padded batch."""
         return (self.indices % self.shape[1]).unsqueeze(0)
@@ -125,7 +146,7 @@ class Packing:
         starts = lengths.cumsum(0) - lengths
         places = torch.arange(self.num_tokens, dtype=torch.int64, device="cpu")
         counted = places - torch.repeat_interleave(starts, lengths)
-        return counted.unsqueeze(0).to(self.indices.device, non_blocking=True)
+        return to_device(counted.unsqueeze(0), self.indices.device)
 
     def pack_labels(self, labels: Tensor, *, shifted: bool) -> Tensor:
         """Labels [batch, width] to [1, tokens], each token keeping the target that it has padded.

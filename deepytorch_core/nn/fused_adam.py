@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from deepytorch_core import guard
+from deepytorch_core.base.transfers import to_device
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A GPU updates fewer in less time than the host takes for the table and the launch.
@@ -57,13 +58,6 @@ def _chunks(sizes: Sequence[int], chunk: int) -> Tensor:
     return torch.stack([torch.repeat_interleave(rows, counts), numbers], 1).to(torch.int32)
 
 
-def _on(device: torch.device, table: Tensor) -> Tensor:
-    if device.type == "cpu":
-        return table
-    # The host's memory is kept until the copy is done, by who allocates it.
-    return table.pin_memory().to(device, non_blocking=True)
-
-
 class _Entry:
     """Tables of a group, and which tensors they are of. Keeps none of these alive.
 
@@ -81,7 +75,7 @@ class _Entry:
         self.addresses: list[int] = []
         sizes = self.gradients[2]
         self._sizes = array("q", sizes)
-        self.chunks = _on(lists[0][0].device, _chunks(sizes, chunk))
+        self.chunks = to_device(_chunks(sizes, chunk), lists[0][0].device)
         own = weakref.ref(self)
 
         def gone(_: Any) -> None:
@@ -99,7 +93,7 @@ class _Entry:
             columns.extend(gradients)
             columns.extend(self._sizes)
             rows = torch.frombuffer(columns, dtype=torch.int64).view(6, -1).t().contiguous()
-            places = _on(device, rows)
+            places = to_device(rows, device)
             self.places[gradients] = places
             if len(self.places) > _MOST_TABLES:
                 self.places.popitem(last=False)

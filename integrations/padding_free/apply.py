@@ -202,10 +202,13 @@ class _Attached(contract.Changes):
         """Have the model train packed; `how` as `PackedForward` takes it."""
         from deepytorch_core.compile import capture
 
+        from . import fused_head
         from .packed_forward import PackedForward
 
         self.forward = PackedForward(model, outer, found, **how)
         self.on_undo(self.forward.install(outer))
+        if found.fused_head:
+            fused_head.install(self)
         capture.register_sizes(outer, _Sizes(self.forward))
         self.on_undo_of(outer, lambda changed: capture.register_sizes(changed, None))
 
@@ -253,9 +256,9 @@ class _Sizes:
         return forward.num_tokens if forward is not None else None
 
     @property
-    def state(self) -> int | None:
+    def state(self) -> tuple[int | None, bool] | None:
         forward = self._forward()
-        return forward.most_targets if forward is not None else None
+        return (forward.most_targets, forward.scores_all) if forward is not None else None
 
 
 def _found(prepared: Any) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from deepytorch.integrations.common import moved_batches
 from deepytorch.integrations.common.contract import IntegrationError
 from deepytorch.integrations.common.hook import Hook
+from deepytorch.integrations.common.planned_batches import plan_of
 from deepytorch.integrations.kernels import masked_loss
 from deepytorch_core import guard
 from deepytorch_core.base import decisions
@@ -31,7 +32,7 @@ from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart
 
-from . import merged_passes, packed_attention, packed_rows, unpacked_output
+from . import fused_head, merged_passes, packed_attention, packed_rows, unpacked_output
 from .keys import BATCH_KEY
 from .merged_passes import MergedPasses
 
@@ -161,6 +162,9 @@ class PackedForward:
         # Shapes of the last batches, by what is known of them.
         self._fitted: OrderedDict[tuple[int, int, int], Shape] = OrderedDict()
         self._target_share = 0  # the largest so far, in parts of a row's tokens
+        self._labelled = fused_head.Labelled()
+        self.scores_all = False
+        """Whether a fused head of the pass under way scores all of its positions."""
 
     @property
     def model(self) -> Any:
@@ -253,8 +257,9 @@ class PackedForward:
         call = self._calls.pop() if self._calls else None
         if self.merged is not None:
             self.merged.leave()
-        self.most_targets = None
+        self.most_targets, self.scores_all = None, False
         masked_loss.expect(None)
+        fused_head.expect(False)
         packed_attention.leave_packed()
         if call is None or output is None:
             return output
@@ -342,6 +347,10 @@ class PackedForward:
 
         Where shapes are few, the bound goes by the row's shape, so that there are few of it too.
         """
+        if self.conventions.fused_head:
+            self._labelled.add(packing)
+            self.scores_all = self._labelled.are_most
+            fused_head.expect(self.scores_all)
         bound = packing.num_targets
         if bound is None or not masked_loss.is_used(self.model):
             return
@@ -357,7 +366,7 @@ class PackedForward:
         if planned is None or planned.shape != tuple(ids.shape):
             # Else it waits for the device: nobody has the tokens on the CPU.
             on_host = moved_batches.find(mask, labels) or (mask, labels)
-            planned = plan(*on_host, shifted=self.conventions.shifted)
+            planned = plan_of(*on_host, shifted=self.conventions.shifted)
         elif planned.obstacle is None:
             planned = planned.to(ids.device, non_blocking=True)
             if not self._is_unchanged(planned, mask, labels):

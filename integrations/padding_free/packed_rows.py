@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepytorch_core.base.transfers import to_device
 from deepytorch_core.data import Packing
 from deepytorch_core.data.shapes import Shape
 
@@ -33,7 +34,7 @@ def bounds(lengths: Sequence[int], shape: Shape, device: torch.device) -> dict[s
         there += [shape.max_length] * whole + [rest]
     there += [0] * (shape.num_sequences + 1 - len(there))
     sizes = torch.tensor(there, dtype=torch.int64, device="cpu")
-    ends = sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True)
+    ends = to_device(sizes.cumsum(0).to(torch.int32), device)
     return {
         **{"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
         **{"max_length_q": shape.max_length, "max_length_k": shape.max_length},

@@ -157,8 +157,7 @@ def _padded(value: Any, packing: Packing, row: int, name: str) -> Any:
     if name in _FLAT_FIELDS and shape[:1] == (row,):
         return packing.unpack(value.unsqueeze(0)).flatten(0, 1)
     if name in _SHIFTED_FIELDS and shape == (1, row - 1):
-        whole = torch.nn.functional.pad(value, (0, 1))
-        return packing.unpack(whole)[:, :-1].contiguous()
+        return packing.unpack_shifted(value)
     if shape[:2] == (1, row):
         return _watched(packing.unpack(value), packing)
     what = f"of shape {shape}" if shape else f"a {type(value).__name__}"

@@ -7,7 +7,8 @@ in place, on that object alone:
 * `log` gives the trackers some figures of deepytorch's, too (`live`);
 * DeepSpeed: the flag `{"deepytorch": {...}}` is written into the DeepSpeed configuration;
 * FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
-* loaders copy batches to the GPU beside the steps under way (`side_copies`);
+* loaders copy batches to the GPU beside the steps under way (`side_copies`), and load the next one
+  meanwhile (`early_batches`);
 * `prepare` also swaps fused kernels in (`kernels`), has transformers models train without padding
   (`padding_free`) and compiles models as option `compile` says (`compilation`), unless Accelerate
   compiles them itself; all in a process that trains by itself too.
@@ -37,7 +38,7 @@ from deepytorch_core.base.config import Options
 from deepytorch_core.base.console import say_once
 from deepytorch_core.c10d import activation
 
-from . import fsdp2, side_copies
+from . import early_batches, fsdp2, side_copies
 
 _Prepare = Callable[..., Any]
 _NAME = "accelerator"
@@ -161,6 +162,7 @@ def _set_policies(
             accelerator, "prepare", functools.partial(_prepare_compiled, options, changes)
         )
         side_copies.install(changes)
+        early_batches.install(changes)
     is_packed = options.padding_free != "off"
     if is_packed:
         packed = _preparing_packed(options.padding_free, adapter, changes)

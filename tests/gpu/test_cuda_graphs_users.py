@@ -180,6 +180,26 @@ class Marks(nn.Module):
         return self.inner(x)
 
 
+class Scoring(nn.Module):
+    """Returns a loss, and the scores that its user makes another loss of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.second(self.first(x).tanh())
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+def test_a_loss_of_other_outputs_than_the_models_loss_is_replayed() -> None:
+    found = trains_alike(Scoring(), lambda model, number: model(rows(number))["scores"].exp().sum())
+    assert found.has_replays
+    assert found.problem is None
+    assert found._num_repeated == 0
+
+
 def test_numbers_may_be_assigned() -> None:
     def loss_of(model: Any, number: int) -> Tensor:
         model.mark = 0.5 if number < STEPS // 2 else 1.5

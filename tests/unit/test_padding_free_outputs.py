@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+from trl.trainer import utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from deepytorch.integrations.common import contract
@@ -128,6 +130,50 @@ def test_trls_fused_head_gives_the_log_probabilities_of_the_padded_batch(left: b
         (output.log_probs.sum(dim=1).square().sum() + output.entropy.sum()).backward()
     for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_a_fused_head_scores_all_positions_of_a_row_where_most_have_a_label(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)  # as on a GPU
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).train()
+    add_fused_lm_head(model, outputs=FIELDS)
+    stock = copy.deepcopy(model)
+    add_fused_lm_head(stock, outputs=FIELDS)
+    assert padding_free.attach(model, "on", adapter="test")
+    batch = batch_of()
+    ids = batch["input_ids"]
+    batch["labels"] = torch.where(torch.rand(ids.shape) < share, -100, ids)
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    with Counted() as ours:
+        found = model(**batch, fused_lm_head=True)
+    with Counted() as theirs:
+        expected = stock(**batch, fused_lm_head=True)
+    is_all = share < 0.2
+    assert theirs.num_selections >= 2
+    assert ours.num_selections == (0 if is_all else theirs.num_selections)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+    for output in (found, expected):
+        (output.log_probs.sum(dim=1).square().sum() + output.entropy.sum()).backward()
+    for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert utils._use_triton(torch.device("cpu"))  # other models' heads go as they went
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts selections by a mask, whose size a GPU would have to tell."""
+
+    num_selections = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor:
+            self.num_selections += any(
+                one is not None and one.dtype == torch.bool for one in args[1]
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class OtherHead:
