@@ -154,10 +154,13 @@ class Replay:
                 del tensors, found
             graphs.rewind(numbers)
             self._capture(given, leaves)
-        self._lent = self._lendable()
+        # Each has a place among the gradients.
+        self._wanted = [*self._parameters, *self._inputs]
+        lent = self._lendable()
+        self._lenders = self._lenders_of(lent)
         self._check(call, given, expected)
         del self._before
-        self._let_go()
+        self._let_go(lent)
         recorder.keep((self._forward_graph, self._backward_graph))
 
     def __call__(self, call: Call, token: Token) -> Any:
@@ -188,27 +191,27 @@ class Replay:
             gradients = self._given()
         # Tensors without a part in the outputs that were used have no gradient, rather than zeros.
         used = [under for under, seed in zip(self._under, seeds, strict=True) if seed is not None]
-        places = map(id, (*self._parameters, *self._inputs))
+        reached = set[int]().union(*used)
         return [
-            one if any(place in under for under in used) else None
-            for place, one in zip(places, gradients, strict=True)
+            one if id(place) in reached else None
+            for place, one in zip(self._wanted, gradients, strict=True)
         ]
 
     def _given(self) -> list[Tensor | None]:
         """Gradients for the engine: those of large models in the graph's memory, others copied."""
-        own = {id(one): one for one in self._gradients if one is not None}
-        # Hooks may hand gradients to other streams, which read them when others have let go.
-        lent = {
-            id(one): self._recorder.lend(one)
-            for parameter, one in zip(self._parameters, self._gradients, strict=False)
-            if one is not None
-            and id(one) in self._lent
-            and self._recorder.may_lend
-            and not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-        }
-        left = [one for key, one in own.items() if key not in lent]
-        copied = {id(one): copy for one, copy in zip(left, copies_of(left), strict=True)}
-        given = lent | copied
+        may_lend = self._recorder.may_lend
+        given: dict[int, Tensor] = {}
+        left: dict[int, Tensor] = {}
+        for parameter, one in zip(self._wanted, self._gradients, strict=True):
+            if one is None:
+                continue
+            lend = self._lenders.get(id(one)) if may_lend else None
+            # Hooks may hand gradients to other streams, which read them when others have let go.
+            if lend is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                left[id(one)] = one
+            else:
+                given[id(one)] = lend()
+        given.update(zip(left, copies_of(list(left.values())), strict=True))
         return [None if one is None else given[id(one)] for one in self._gradients]
 
     def run_again(
@@ -416,14 +419,19 @@ class Replay:
         is_large = sum(one.numel() * one.element_size() for one in alone) >= LENT_BYTES
         return {id(one) for one in alone} if is_large else set()
 
-    def _let_go(self) -> None:
+    def _lenders_of(self, lent: set[int]) -> dict[int, Callable[[], Tensor]]:
+        """What lends gradients, by the ids of these."""
+        there = (one for one in self._gradients if one is not None and id(one) in lent)
+        return {id(one): self._recorder.lender(one) for one in there}
+
+    def _let_go(self, lent: set[int]) -> None:
         """Keep the addresses and leave the memory to the next capture: replays take turns."""
         self._outputs = [self._recorder.borrowed(one) for one in self._outputs]
         borrowed = {
             id(one): self._recorder.borrowed(one) for one in self._gradients if one is not None
         }
         self._gradients = [None if one is None else borrowed[id(one)] for one in self._gradients]
-        self._lent = {id(borrowed[key]) for key in self._lent}
+        self._lenders = self._lenders_of({id(borrowed[key]) for key in lent})
 
     def _result(self, tensors: Sequence[Tensor], call: Call, number: Tensor | None) -> Any:
         found = iter(tensors)

@@ -36,10 +36,9 @@ class BorrowedGrads:
         _bury(self._lent, list(self._graphs))
         self._graphs.clear()
 
-    def note(self, lent: Tensor) -> None:
+    def note(self, lent: torch.UntypedStorage) -> None:
         """Another loan."""
-        reference = StorageWeakRef(lent.untyped_storage())  # type: ignore[no-untyped-call]
-        self._lent.append(reference)
+        self._lent.append(StorageWeakRef(lent))  # type: ignore[no-untyped-call]
 
     def reclaim(self, parameters: Iterable[nn.Parameter]) -> bool:
         """See `Recorder.reclaim`."""

@@ -157,11 +157,19 @@ class Recorder:
         """Nobody runs the graphs again: their memory is free once nobody has any of it."""
         self._borrowed.let_go()
 
-    def lend(self, tensor: Tensor) -> Tensor:
-        """The same memory for somebody else, who gives it back by letting go of it."""
-        lent = self.borrowed(tensor)
-        self._borrowed.note(lent)
-        return lent
+    def lender(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what gives the same memory to somebody else, who lets go of it to give it back.
+
+        Each of hundreds of gradients is lent in each step, so their facts are looked up once.
+        """
+        make, note = _maker(tensor), self._borrowed.note
+
+        def lend() -> Tensor:
+            lent, storage = make()
+            note(storage)
+            return lent
+
+        return lend
 
     def reclaim(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Before graphs write to lent memory: see to it that nobody has it any more.
@@ -174,21 +182,7 @@ class Recorder:
     @staticmethod
     def borrowed(tensor: Tensor) -> Tensor:
         """The same memory, without keeping it."""
-        own = tensor.untyped_storage()
-        storage = torch._C._construct_storage_from_data_pointer(
-            own.data_ptr(), tensor.device, own.nbytes()
-        )
-        facts = {
-            "size": tensor.shape,
-            "stride": tensor.stride(),
-            "storage_offset": tensor.storage_offset(),
-            "dtype": tensor.dtype,
-            "device": tensor.device,
-            "nbytes": own.nbytes(),
-            "data_ptr": own.data_ptr(),
-        }
-        made: Tensor = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(facts, storage)
-        return made
+        return _maker(tensor)()[0]
 
     @staticmethod
     @contextlib.contextmanager
@@ -214,6 +208,29 @@ class Recorder:
         finally:
             for own, name, parameter, _ in places:
                 own[name] = parameter
+
+
+def _maker(tensor: Tensor) -> Callable[[], tuple[Tensor, torch.UntypedStorage]]:
+    """Return what makes tensors over the same memory, which they don't keep, and their storages."""
+    own = tensor.untyped_storage()
+    place, device, nbytes = own.data_ptr(), tensor.device, own.nbytes()
+    facts = {
+        "size": tensor.shape,
+        "stride": tensor.stride(),
+        "storage_offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "device": device,
+        "nbytes": nbytes,
+        "data_ptr": place,
+    }
+    new_storage: Any = torch._C._construct_storage_from_data_pointer
+    new_tensor: Any = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata
+
+    def make() -> tuple[Tensor, torch.UntypedStorage]:
+        storage = new_storage(place, device, nbytes)
+        return new_tensor(facts, storage), storage
+
+    return make
 
 
 @contextlib.contextmanager
