@@ -51,6 +51,11 @@ class _Armed:
                 "transformers.trainer_callback", _guarded("lengths of trainings", self._trainer)
             ),
             ImportHook("transformers.trainer", _guarded("micro-batches", self._micro_batches)),
+            ImportHook("transformers.modeling_utils", _guarded("models", self._models)),
+            ImportHook(
+                "transformers.tokenization_utils_base", _guarded("tokenizers", self._tokenizers)
+            ),
+            ImportHook("transformers.data.data_collator", _guarded("batches", self._collates)),
             ImportHook("torch.optim.optimizer", _guarded("optimizers", self._optimizers)),
         ]
 
@@ -95,6 +100,28 @@ class _Armed:
             why="whether a loss is a number is decided on the GPU, so that nobody waits for it",
             option="DEEPYTORCH_COMPILE=off",
         )
+
+        from deepytorch.integrations.seams import known_parts
+
+        known_parts.of_trainer(module, self.patches)
+
+    def _models(self, module: ModuleType) -> None:
+        from torch.nn.modules import module as modules
+
+        from deepytorch.integrations.seams import known_parts
+
+        known_parts.of_models(module, self.patches)
+        known_parts.of_modules(modules, self.patches)
+
+    def _tokenizers(self, module: ModuleType) -> None:
+        from deepytorch.integrations.seams import fast_rows
+
+        fast_rows.of_tokenizers(module, self.patches)
+
+    def _collates(self, module: ModuleType) -> None:
+        from deepytorch.integrations.seams import fast_rows
+
+        fast_rows.of_collates(module, self.patches)
 
     def _optimizers(self, module: ModuleType) -> None:
         self._handle = module.register_optimizer_step_post_hook(_stepped)
