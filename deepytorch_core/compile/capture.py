@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepytorch_core import guard
+from deepytorch_core.base import beside
 from deepytorch_core.base.console import say
-from deepytorch_core.compile import beside, fixes, graphs, module_state, seam
+from deepytorch_core.compile import fixes, graphs, module_state, seam
 from deepytorch_core.compile.replay import Call, Replay, Token, note_used
 from deepytorch_core.guard.recorder import NotCapturedError, Recorder
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, Subset, TensorDataset, default_collate
 
-from deepytorch.integrations.common import contract, planned_batches
+from deepytorch.integrations.common import contract
+from deepytorch_core.base import beside
 from deepytorch_core.base.patching import original_of
-from deepytorch_core.compile import beside
 
 _WHY = "the next batch is loaded while the GPU is busy with the forward pass"
 _OPTION = "DEEPYTORCH_COMPILE=off"
@@ -92,8 +92,10 @@ class _Early:
         if _key(before) != _key(after):
             self._drawn = before, after
             _set_numbers(before)
-        if self._is_loaded:
-            planned_batches.plan_ahead(self._batch)
+        # Importing it takes seconds, and who plans batches has.
+        plans: Any = sys.modules.get("deepytorch.integrations.common.planned_batches")
+        if self._is_loaded and plans is not None:
+            plans.plan_ahead(self._batch)
 
     def taken(self, iterator: Any, load: Callable[[Any], Any]) -> Any:
         """The batch for who asks for it now; loaded anew if other numbers would be drawn."""

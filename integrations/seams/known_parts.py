@@ -9,6 +9,7 @@ taken out or replaced. What is returned or changed is the same.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,6 @@ from torch import nn
 
 from deepytorch_core.base import config
 from deepytorch_core.base.patching import Patches, original_of
-from deepytorch_core.compile import seam
 
 _Function = Callable[..., Any]
 
@@ -170,7 +170,8 @@ _MODELS = "transformers.modeling_utils"
 
 def _of(model: Any) -> _Parts | None:
     """The parts of a model that deepytorch has taken, as they are now; None: go through it."""
-    found = seam.of(model)
+    seam: Any = sys.modules.get("deepytorch_core.compile.seam")  # importing it takes seconds
+    found = seam.of(model) if seam is not None else None
     if found is None or torch.compiler.is_compiling() or config.current().compile == "off":
         return None
     parts: Any = found.parts
@@ -178,8 +179,9 @@ def _of(model: Any) -> _Parts | None:
         return parts
     if found.num_parts >= _MOST_CHANGES or not _is_walked_plainly(model):
         return None
-    found.parts, found.num_parts = _Parts(model), found.num_parts + 1
-    return found.parts
+    parts = found.parts = _Parts(model)
+    found.num_parts += 1
+    return parts
 
 
 def _is_walked_plainly(model: nn.Module) -> bool:

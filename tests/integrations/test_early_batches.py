@@ -15,7 +15,7 @@ from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
 
 from deepytorch.integrations.common import contract
 from deepytorch.integrations.seams import early_batches
-from deepytorch_core.compile import beside
+from deepytorch_core.base import beside
 
 NUM_ROWS = 23
 

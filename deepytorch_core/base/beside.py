@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deepytorch_core import guard
 from deepytorch_core.base import console
 
 _work: list[Callable[[], None]] = []
@@ -31,4 +30,5 @@ def launched() -> None:
             one()
         except Exception as error:  # the script has asked for none of it
             _work.remove(one)
-            console.say_first(f"work beside the GPU's ends: {guard.first_line(error)}")
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            console.say_first(f"work beside the GPU's ends: {why}")
