@@ -179,9 +179,9 @@ def _of(model: Any) -> _Parts | None:
         return parts
     if found.num_parts >= _MOST_CHANGES or not _is_walked_plainly(model):
         return None
-    parts = found.parts = _Parts(model)
+    made = found.parts = _Parts(model)
     found.num_parts += 1
-    return parts
+    return made
 
 
 def _is_walked_plainly(model: nn.Module) -> bool:
