@@ -11,10 +11,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepytorch.integrations.common import contract
-from deepytorch_core.data import Packing
+
+if TYPE_CHECKING:
+    from deepytorch_core.data import Packing
 
 # Shares of a row's tokens with a label: from the first on all positions are scored, below the
 # second only these. Between them it stays as it is, since each way has graphs of its own.
@@ -25,6 +27,7 @@ _OPTION = "DEEPYTORCH_PADDING_FREE=off"
 
 class _Running(threading.local):
     scores_all = False
+    packing: Packing | None = None
 
 
 _running = _Running()
@@ -40,6 +43,17 @@ def install(changes: contract.Changes) -> None:
 def expect(scores_all: bool) -> None:
     """From here on heads score all positions, or those that have a label."""
     _running.scores_all = scores_all
+
+
+def note(packing: Packing) -> None:
+    """A packed batch goes through a model that has the head."""
+    _running.packing = packing
+
+
+def take_packing() -> Packing | None:
+    """How the last batch was packed, told once."""
+    packing, _running.packing = _running.packing, None
+    return packing
 
 
 def _unless_all(original: Callable[..., bool]) -> Callable[..., bool]:

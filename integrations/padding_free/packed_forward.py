@@ -351,6 +351,7 @@ class PackedForward:
             self._labelled.add(packing)
             self.scores_all = self._labelled.are_most
             fused_head.expect(self.scores_all)
+            fused_head.note(packing)
         bound = packing.num_targets
         if bound is None or not masked_loss.is_used(self.model):
             return

@@ -75,6 +75,9 @@ class _Armed:
             why="kernels, padding-free training and compilation come in with `prepare`",
             option="DEEPYTORCH_COMPILE=off, DEEPYTORCH_KERNELS=off and DEEPYTORCH_PADDING_FREE=off",
         )
+        from deepytorch.integrations.seams import late_figures
+
+        late_figures.of_accelerator(module, self.patches)
 
     def _trainer(self, module: ModuleType) -> None:
         self.patches.replace(
@@ -218,11 +221,12 @@ def _gathering(original: _Function) -> _Function:
 
 def _stepping(original: _Function) -> _Function:
     def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = original(trainer, *args, **kwargs)
         if config.current().compile == "off":
-            return loss
-        from deepytorch.integrations.seams import late_filter
+            return original(trainer, *args, **kwargs)
+        from deepytorch.integrations.seams import late_figures, late_filter
 
+        with late_figures.stepping(trainer):
+            loss = original(trainer, *args, **kwargs)
         return late_filter.late(trainer, loss)
 
     return training_step

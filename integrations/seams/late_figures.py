@@ -1,0 +1,244 @@
+"""What TRL's SFTTrainer tells of a step is read once its backward pass is launched.
+
+Between the forward and the backward pass it adds up labels, their entropy and the tokens that were
+likeliest, and waits for each sum. The GPU has done all its work by then, and waits for the backward
+pass to be launched. Here the sums stay on the GPU until `training_step` ends, and their copies wait
+for nothing that comes after them. The host knows two of them, from how the batch was packed.
+
+First some steps are watched: whether these are the sums, in this order, and what becomes of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepytorch.integrations.padding_free import fused_head
+from deepytorch_core.base.patching import Patches
+
+_WHY = "sums that are logged are read once the backward pass is launched"
+_OPTION = "DEEPYTORCH_COMPILE=off"
+# Sums of a step, in TRL's order.
+_LABELS, _ENTROPY, _LIKELIEST, _TOKENS = range(4)
+_NUM_SUMS = 4
+_WATCHED_STEPS = 2
+_MOST_STRANGE = 64  # steps that tell nothing, before it is given up
+_NAMES = {_ENTROPY: "entropy", _LIKELIEST: "mean_token_accuracy"}
+
+
+class _Running(threading.local):
+    step: _Step | None = None
+
+
+_running = _Running()
+
+
+class _Known:
+    """What is known of one trainer."""
+
+    def __init__(self) -> None:
+        self.num_alike = 0
+        self.num_strange = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the trainer turned out to do something else."""
+        return self.num_strange >= _MOST_STRANGE
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
+def of_accelerator(module: Any, patches: Patches) -> None:
+    """Put it in place in `accelerate.accelerator`."""
+    patches.replace(module.Accelerator, "gather_for_metrics", _gathering, why=_WHY, option=_OPTION)
+
+
+@contextmanager
+def stepping(trainer: Any) -> Iterator[None]:
+    """While open, the trainer makes one training step, whose sums are read at the end."""
+    if not _is_served(trainer):
+        yield
+        return
+    fused_head.take_packing()  # not that of another step
+    step = _running.step = _Step(trainer, _known.setdefault(trainer, _Known()))
+    try:
+        yield
+    except BaseException:
+        _running.step = None
+        step.read_all()
+        raise
+    _running.step = None
+    step.end()
+
+
+def _is_served(trainer: Any) -> bool:
+    """Whether it is TRL's own step, alone on a GPU."""
+    known = _known.get(trainer)
+    if known is not None and known.is_over:
+        return False
+    compute = getattr(type(trainer), "compute_loss", None)
+    is_trls = getattr(compute, "__module__", "") == "trl.trainer.sft_trainer"
+    if not is_trls or "compute_loss" in vars(trainer) or not _is_waited_for(trainer):
+        return False
+    alone = trainer.accelerator.num_processes == 1 and getattr(trainer, "_tp_size", 1) == 1
+    return alone and isinstance(getattr(trainer, "_metrics", None), dict)
+
+
+def _is_waited_for(trainer: Any) -> bool:
+    return bool(trainer.args.device.type == "cuda")
+
+
+def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gather_for_metrics(*args: Any, **kwargs: Any) -> Any:
+        found, step = original(*args, **kwargs), _running.step
+        return found if step is None else step.gathered(found)
+
+    return gather_for_metrics
+
+
+class _Step:
+    """One training step of a trainer.
+
+    Args:
+        trainer: TRL's.
+        known: what is known of it.
+    """
+
+    def __init__(self, trainer: Any, known: _Known) -> None:
+        self._trainer = trainer
+        self._known = known
+        self._sums: list[Any] = []
+        self._num_tokens = self._num_labels = 0
+        self._before = trainer._total_train_tokens
+        self._is_late = False
+
+    def gathered(self, found: Any) -> Any:
+        """A sum over all ranks: as it is, or one that is read late."""
+        number = len(self._sums)
+        self._sums.append(found)
+        if number == _LABELS:
+            packing = fused_head.take_packing()
+            if packing is not None and packing.num_targets:
+                self._num_tokens, self._num_labels = packing.num_tokens, packing.num_targets
+                self._is_late = self._known.num_alike >= _WATCHED_STEPS
+        if not self._is_late or not _is_number(found) or number >= _NUM_SUMS:
+            return found
+        return self.late(found, number)
+
+    def late(self, value: Tensor, number: int | None) -> _Late:
+        """A number that is read when the step ends."""
+        made = value.as_subclass(_Late)
+        made.step, made.number = self, number
+        return made
+
+    def read(self, value: Tensor, number: int | None) -> Any:
+        """What `item` gives for it."""
+        return self._num_tokens if number == _TOKENS else Awaited(value)
+
+    def read_all(self) -> None:
+        """Put numbers where they are awaited."""
+        for values in self._trainer._metrics["train"].values():
+            for place, value in enumerate(values):
+                if type(value) is Awaited:
+                    values[place] = value.number()
+
+    def end(self) -> None:
+        """Read what is awaited; or learn from a step that was watched."""
+        self.read_all()
+        if self._is_late:
+            return
+        if self._is_alike():
+            self._known.num_alike += 1
+        else:
+            self._known.num_alike, self._known.num_strange = 0, self._known.num_strange + 1
+
+    def _is_alike(self) -> bool:
+        """Whether the sums are what they are taken for, and the trainer has kept just that."""
+        sums, trainer = self._sums, self._trainer
+        if len(sums) != _NUM_SUMS or not self._num_labels or not all(map(_is_number, sums)):
+            return False
+        labels = sums[_LABELS]
+        if int(labels) != self._num_labels or int(sums[_TOKENS]) != self._num_tokens:
+            return False
+        total = self._before + self._num_tokens
+        metrics = trainer._metrics["train"]
+        if trainer._total_train_tokens != total or metrics.get("num_tokens") != [total]:
+            return False
+        kept = [metrics.get(name, [None])[-1] for name in _NAMES.values()]
+        return kept == [(sums[number] / labels).item() for number in _NAMES]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is Tensor and not value.dim()
+
+
+class _Late(Tensor):
+    """A sum that nobody reads before the step ends."""
+
+    step: _Step
+    number: int | None
+    """Its place among the sums; None for what was made of several."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            first = args[0]
+            plain = [one.as_subclass(Tensor) if type(one) is _Late else one for one in args]
+            if type(first) is _Late and not kwargs:
+                if func is Tensor.sum and len(args) == 1:
+                    return first.step.late(func(*plain), first.number)
+                if func is Tensor.item:
+                    return first.step.read(plain[0], first.number)
+                if func is Tensor.gt and first.number == _LABELS and args[1:] == (0,):
+                    return True  # so many are known on the host
+                if func is Tensor.div and type(args[1]) is _Late:
+                    return first.step.late(func(*plain), None)
+            return func(*plain, **(kwargs or {}))
+
+
+class Awaited:
+    """A number that is on its way from the GPU. Whoever computes with it waits for it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: Any = None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True, device="cpu")
+            self._value.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._value = value.clone()
+
+    def number(self) -> Any:
+        """Wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value.item()
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    def compute(awaited: Awaited, *others: Any) -> Any:
+        return getattr(awaited.number(), name)(*others)
+
+    return compute
+
+
+for _name in (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "pow"),
+    *("neg", "abs", "round", "int", "float", "bool", "hash", "str", "repr", "format"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+):
+    setattr(Awaited, f"__{_name}__", _computed(f"__{_name}__"))
