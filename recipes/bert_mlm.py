@@ -27,8 +27,8 @@ from deepytorch.recipes.data.instructions import packs_batches
 from deepytorch.recipes.data.settings import BertOptions as Config
 from deepytorch.recipes.data.text import (
     IGNORED_LABEL,
-    Batch,
     Example,
+    TextBatch,
     byte_tokenizer,
     collate,
     standard_library_pairs,
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_recipe("bert_mlm", Config, prepare, argv)
 
 
-def prepare(config: Config, process: Process) -> Task[Batch]:
+def prepare(config: Config, process: Process) -> Task[TextBatch]:
     """The data, the model and the loss."""
     tokenizer = load_tokenizer(config.model, causal=False) if config.model else masking_tokenizer()
     if tokenizer.mask_token_id is None:
@@ -113,11 +113,13 @@ def prepare(config: Config, process: Process) -> Task[Batch]:
     )
 
 
-def masked_loss(wrapped: Any, padding_free: str) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
+def masked_loss(
+    wrapped: Any, padding_free: str
+) -> Callable[[TextBatch, torch.Tensor], torch.Tensor]:
     """Cross-entropy of the hidden tokens: sum / total."""
     packs = packs_batches(wrapped, padding_free)
 
-    def loss_share(batch: Batch, total: torch.Tensor) -> torch.Tensor:
+    def loss_share(batch: TextBatch, total: torch.Tensor) -> torch.Tensor:
         plan = {BATCH_KEY: batch.packing} if packs else {}
         loss: torch.Tensor = wrapped(
             input_ids=batch.input_ids,

@@ -73,7 +73,7 @@ class EncodedPair:
 
 
 @dataclass(frozen=True)
-class Data:
+class PreferenceData:
     """All encoded pairs, how many of them are held out, and the references of all."""
 
     kept: list[EncodedPair]
@@ -147,7 +147,7 @@ def default_rate(config: Config) -> float:
     return 1e-5 if config.method == "lora" else 1e-6
 
 
-def prepare_pairs(config: Config, tokenizer: Any, process: Process) -> Data:
+def prepare_pairs(config: Config, tokenizer: Any, process: Process) -> PreferenceData:
     """Read, shuffle, encode and split ``config.data``; says what was left and held out."""
 
     def load() -> tuple[list[Pair], list[str]]:
@@ -180,7 +180,9 @@ def prepare_pairs(config: Config, tokenizer: Any, process: Process) -> Data:
             console.print(f"left out    fields: {', '.join(unknown)}", highlight=False)
         print_masked(trained[0].chosen, tokenizer)
     sample = sources[kept[0].row].chosen if kept else Conversation()
-    return Data(kept, trained, torch.zeros(len(encoded), 2), tokenizer.pad_token_id, sample)
+    return PreferenceData(
+        kept, trained, torch.zeros(len(encoded), 2), tokenizer.pad_token_id, sample
+    )
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def preference_loss(model: Any, beta: float) -> Callable[[PairBatch, torch.Tenso
 
 
 @torch.no_grad()
-def fill_reference(data: Data, trainer: Trainer[PairBatch]) -> None:
+def fill_reference(data: PreferenceData, trainer: Trainer[PairBatch]) -> None:
     """Let each rank compute its share of the references, with the model as it begins."""
     process, size = trainer.process, trainer.options.batch_size
     pairs = [*data.kept, *data.trained]

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deepytorch.recipes.base.run import Process, console, together
 from deepytorch.recipes.data.instructions import causal_loss, prepare_data
 from deepytorch.recipes.data.settings import LlamaOptions as Config
-from deepytorch.recipes.data.text import Batch, byte_tokenizer
+from deepytorch.recipes.data.text import TextBatch, byte_tokenizer
 from deepytorch.recipes.models.language import (
     load_model,
     load_tokenizer,
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_recipe("llama_sft", Config, prepare, argv)
 
 
-def prepare(config: Config, process: Process) -> Task[Batch]:
+def prepare(config: Config, process: Process) -> Task[TextBatch]:
     """The data, the model and the loss."""
     model = config.model
     tokenizer = together(lambda: load_tokenizer(model) if model else byte_tokenizer(), process)

@@ -25,7 +25,7 @@ from deepytorch.recipes.data.conversations import Conversation
 from deepytorch.recipes.data.instructions import causal_loss, prepare_data
 from deepytorch.recipes.data.settings import LoraOptions
 from deepytorch.recipes.data.settings import QwenOptions as Config
-from deepytorch.recipes.data.text import Batch, byte_tokenizer
+from deepytorch.recipes.data.text import TextBatch, byte_tokenizer
 from deepytorch.recipes.models.language import (
     load_model,
     load_tokenizer,
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_recipe("qwen_lora", Config, prepare, argv)
 
 
-def prepare(config: Config, process: Process) -> Task[Batch]:
+def prepare(config: Config, process: Process) -> Task[TextBatch]:
     """The data, the model with its adapter, and the loss."""
     model = config.model
     tokenizer = together(lambda: load_tokenizer(model) if model else chat_tokenizer(), process)

@@ -13,7 +13,7 @@ from deepytorch.cli import bench_table, console, help, shared
 
 if TYPE_CHECKING:
     from deepytorch_core.base.provenance import Record
-    from deepytorch_core.bench.job import Job, Nodes
+    from deepytorch_core.bench.job import CollectivesJob, Nodes
 
 app = typer.Typer(help="Measure against a baseline, interleaved in the same run.")
 
@@ -157,7 +157,7 @@ def collectives(
     if emulated is not None and not was_given(context, "world_size"):
         world_size = sum(emulated.ranks_per_node)
     baseline = baseline or ("nccl" if device == "cuda" else "gloo")
-    make_job: Callable[..., jobs.Job] = jobs.Job
+    make_job: Callable[..., jobs.CollectivesJob] = jobs.CollectivesJob
     can_be_apart = nodes > 0 and device == "cuda"
     if together and not can_be_apart:
         raise jobs.BenchError(
@@ -225,7 +225,7 @@ def collectives(
 
 
 def _show_forecast(
-    job: "Job",
+    job: "CollectivesJob",
     records: Sequence["Record"],
     earlier: Sequence["Record"],
     node_counts: Sequence[int],

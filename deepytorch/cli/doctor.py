@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deepytorch_core.doctor.finding import Finding
     from deepytorch_core.doctor.machine import Machine
     from deepytorch_core.doctor.registry import Check
-    from deepytorch_core.doctor.together import Job
+    from deepytorch_core.doctor.together import LaunchedJob
 
 _STYLES = {"okay": "green", "warn": "yellow", "fail": "bold red", "not here": "dim"}
 _WORDS = {"okay": "OKAY", "warn": "WARN", "fail": "FAIL", "not here": "  --"}
@@ -88,19 +88,19 @@ def _names() -> list[str]:
     return [check.name for check in registry.chosen([])]
 
 
-def _job() -> Job | None:
+def _job() -> LaunchedJob | None:
     """The ranks that a launcher started with this one; None for a process that is alone."""
     from deepytorch_core.base import config
 
     launched = config.launched()
     if launched is None or launched.size == 1 or config.rendezvous_address() is None:
         return None
-    from deepytorch_core.doctor.together import Job
+    from deepytorch_core.doctor.together import LaunchedJob
 
-    return Job(launched.rank, launched.size)
+    return LaunchedJob(launched.rank, launched.size)
 
 
-def _with_ranks(job: Job, machine: Machine, checks: Sequence[Check]) -> list[Finding]:
+def _with_ranks(job: LaunchedJob, machine: Machine, checks: Sequence[Check]) -> list[Finding]:
     """Return what all ranks found together, on rank 0; nothing on others."""
     from deepytorch_core.doctor import registry
 

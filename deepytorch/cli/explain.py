@@ -9,7 +9,7 @@ from rich.table import Table
 from deepytorch.cli import bench, console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch_core.report.explain import Answer, Candidate, DeviceAnswer
+    from deepytorch_core.report.explain import Answer, DeviceAnswer, PlanCandidate
     from deepytorch_core.report.explain_nodes import BetweenNodes
     from deepytorch_core.report.explain_stages import Stages
 
@@ -113,7 +113,7 @@ def explain(
     )
     if world_size is None and emulated is not None:
         world_size = sum(emulated.ranks_per_node)
-    question = model.Question(
+    question = model.PlanQuestion(
         op=operation,
         bytes=parse_size(size),
         dtype=dtype,
@@ -150,7 +150,7 @@ def show(answer: "Answer") -> None:
         out.print(_table(device.candidates, stock="NCCL", column="grid"))
 
 
-def _table(candidates: "tuple[Candidate, ...]", *, stock: str, column: str) -> Table:
+def _table(candidates: "tuple[PlanCandidate, ...]", *, stock: str, column: str) -> Table:
     table = Table(box=None, title="", title_justify="left")
     for name in ("", "candidate", column, "median us", "quartiles us", f"against {stock}"):
         table.add_column(name, justify="left" if name in ("", "candidate") else "right")
@@ -236,7 +236,7 @@ def _listed(items: Sequence[object], separator: str) -> str:
     return separator.join(texts)
 
 
-def _cells(candidate: "Candidate", stock: str) -> list[str]:
+def _cells(candidate: "PlanCandidate", stock: str) -> list[str]:
     from deepytorch_core.bench.job import format_size
 
     low, high = candidate.spread_us

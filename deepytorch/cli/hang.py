@@ -107,7 +107,7 @@ def _look(job: Any) -> _Case:
     pids = [one.pid for one in job.records]
     earlier = {one.pid: one for one in job.records}
     elsewhere = job.elsewhere()
-    answer = inquiry.ask(pids) if elsewhere else inquiry.Answer()
+    answer = inquiry.ask(pids) if elsewhere else inquiry.EvidenceReply()
     records = _again(job)
     local = collect.ranks(records, stacks_limit_s=_STACKS_LIMIT_S)
     ranks = collect.together(local, answer.ranks, elsewhere)

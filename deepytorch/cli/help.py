@@ -30,7 +30,7 @@ class Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group whose help fits the terminal and says each command's first sentence in full."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -50,12 +50,12 @@ class Group(TyperGroup):
 
 def dress(app: typer.Typer) -> None:
     """Give an app, its commands and its groups this help."""
-    app.info.cls = Group
+    app.info.cls = CommandGroup
     for command in app.registered_commands:
         if not issubclass(command.cls or TyperCommand, Command):
             command.cls = Command
     for group in app.registered_groups:
-        group.cls = Group
+        group.cls = CommandGroup
         if group.typer_instance is not None:
             dress(group.typer_instance)
 

@@ -19,7 +19,7 @@ _RUNNER = Path(__file__).with_name("runner.py")
 _NO_ADDRESS = "127.0.0.1"  # --master-addr where neither an option nor the environment gives one
 
 
-class Command(help.Command):
+class LauncherCommand(help.Command):
     """A command whose options are mixed with torchrun's, in any order before the script.
 
     To click a value that follows an option of torchrun would be the script.

@@ -12,7 +12,7 @@ def add_to(app: typer.Typer) -> None:
     passes_on = {"ignore_unknown_options": True, "allow_extra_args": True}
     settings = {**passes_on, "allow_interspersed_args": False}
     app.command(
-        cls=launcher.Command,
+        cls=launcher.LauncherCommand,
         context_settings=settings,
         options_metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...",
         epilog=help.examples(

@@ -126,7 +126,7 @@ def _ranks(given: Arguments) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _sweep(given: Arguments, network: vision_models.Network, device: torch.device) -> None:
+def _sweep(given: Arguments, network: vision_models.VisionModel, device: torch.device) -> None:
     import torch
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def sizes(ranks_per_machine: int, world_size: int) -> list[int]:
 
 
 def _heading(
-    given: Arguments, network: vision_models.Network, device: torch.device
+    given: Arguments, network: vision_models.VisionModel, device: torch.device
 ) -> Iterator[str]:
     import torch
     import torch.distributed as dist
@@ -183,7 +183,7 @@ def _heading(
 
 def _measured(
     given: Arguments,
-    network: vision_models.Network,
+    network: vision_models.VisionModel,
     device: torch.device,
     *,
     size: int,
@@ -222,7 +222,7 @@ def _timed(step: Callable[[], None], device: torch.device, given: Arguments) -> 
 
 def _training(
     given: Arguments,
-    network: vision_models.Network,
+    network: vision_models.VisionModel,
     device: torch.device,
     group: ProcessGroup | None,
 ) -> Callable[[], None]:

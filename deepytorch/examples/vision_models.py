@@ -25,7 +25,7 @@ class UnknownModelError(ValueError):
 
 
 @dataclass(frozen=True)
-class Network:
+class VisionModel:
     """A model that can be made: `make(num_classes)` gives one with random weights."""
 
     name: str
@@ -46,7 +46,7 @@ def names() -> list[str]:
     return found
 
 
-def load(wanted: str, image_size: int | None = None) -> Network:
+def load(wanted: str, image_size: int | None = None) -> VisionModel:
     """The model called `wanted` ("resnet50", or "timm/resnet50" for timm's).
 
     Args:
@@ -120,7 +120,7 @@ def _names_in(library: str, module: Any) -> list[str]:
     return list(found)
 
 
-def _torchvision(module: Any, name: str, image_size: int | None) -> Network:
+def _torchvision(module: Any, name: str, image_size: int | None) -> VisionModel:
     if image_size is None:
         weights = module.get_model_weights(name).DEFAULT
         image_size = int(weights.transforms().crop_size[0])
@@ -129,10 +129,10 @@ def _torchvision(module: Any, name: str, image_size: int | None) -> Network:
         model: nn.Module = module.get_model(name, weights=None, num_classes=num_classes)
         return model
 
-    return Network(name, "torchvision", image_size, make)
+    return VisionModel(name, "torchvision", image_size, make)
 
 
-def _timm(module: Any, name: str, image_size: int | None) -> Network:
+def _timm(module: Any, name: str, image_size: int | None) -> VisionModel:
     if image_size is None:
         defaults = module.get_pretrained_cfg(name)
         image_size = int(defaults.input_size[-1]) if defaults else _IMAGE_SIZE
@@ -141,4 +141,4 @@ def _timm(module: Any, name: str, image_size: int | None) -> Network:
         model: nn.Module = module.create_model(name, pretrained=False, num_classes=num_classes)
         return model
 
-    return Network(name, "timm", image_size, make)
+    return VisionModel(name, "timm", image_size, make)

@@ -21,7 +21,7 @@ LossOf = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Workload:
+class CompileWorkload:
     """A model, a function that makes the next batch, and one from both to the loss."""
 
     model: nn.Module
@@ -47,16 +47,16 @@ ON_CPU = Size(width=96, heads=4, layers=8, tokens=48, samples=4, image=64, vocab
 ON_GPU = Size(width=1024, heads=16, layers=16, tokens=512, samples=8, image=224, vocabulary=32000)
 
 
-def _text(model: nn.Module, size: Size, **more: bool) -> Workload:
+def _text(model: nn.Module, size: Size, **more: bool) -> CompileWorkload:
     def batch(generator: torch.Generator) -> Batch:
         shape = (size.samples, size.tokens)
         ids = torch.randint(3, size.vocabulary, shape, generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    return Workload(model, batch, lambda m, b: m(**b).loss, size.samples)
+    return CompileWorkload(model, batch, lambda m, b: m(**b).loss, size.samples)
 
 
-def _images(model: nn.Module, size: Size, classes: int = 100) -> Workload:
+def _images(model: nn.Module, size: Size, classes: int = 100) -> CompileWorkload:
     def batch(generator: torch.Generator) -> Batch:
         shape = (size.samples, 3, size.image, size.image)
         return {
@@ -67,11 +67,11 @@ def _images(model: nn.Module, size: Size, classes: int = 100) -> Workload:
     def loss(m: nn.Module, b: Batch) -> torch.Tensor:
         return nn.functional.cross_entropy(m(b["x"]), b["y"])
 
-    return Workload(model, batch, loss, size.samples)
+    return CompileWorkload(model, batch, loss, size.samples)
 
 
-def _decoder(family: str, **own: Any) -> Callable[[Size], Workload]:
-    def build(size: Size) -> Workload:
+def _decoder(family: str, **own: Any) -> Callable[[Size], CompileWorkload]:
+    def build(size: Size) -> CompileWorkload:
         library = importlib.import_module("transformers")
         config = getattr(library, f"{family}Config")(
             vocab_size=size.vocabulary,
@@ -87,7 +87,7 @@ def _decoder(family: str, **own: Any) -> Callable[[Size], Workload]:
     return build
 
 
-def _gemma3(size: Size) -> Workload:
+def _gemma3(size: Size) -> CompileWorkload:
     library = importlib.import_module("transformers")
     config = library.Gemma3TextConfig(
         vocab_size=size.vocabulary,
@@ -103,10 +103,10 @@ def _gemma3(size: Size) -> Workload:
     return _text(library.Gemma3ForCausalLM(config), size)
 
 
-def _with_lora(build: Callable[[Size], Workload]) -> Callable[[Size], Workload]:
+def _with_lora(build: Callable[[Size], CompileWorkload]) -> Callable[[Size], CompileWorkload]:
     """The same with adapters of all its linear layers."""
 
-    def adapted(size: Size) -> Workload:
+    def adapted(size: Size) -> CompileWorkload:
         peft = importlib.import_module("peft")
         base = build(size)
         lora = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
@@ -115,17 +115,17 @@ def _with_lora(build: Callable[[Size], Workload]) -> Callable[[Size], Workload]:
     return adapted
 
 
-def _in_bfloat16(build: Callable[[Size], Workload]) -> Callable[[Size], Workload]:
+def _in_bfloat16(build: Callable[[Size], CompileWorkload]) -> Callable[[Size], CompileWorkload]:
     """The same with its weights in bfloat16, as checkpoints of large models are loaded."""
 
-    def cast(size: Size) -> Workload:
+    def cast(size: Size) -> CompileWorkload:
         workload = build(size)
         return replace(workload, model=workload.model.to(torch.bfloat16))
 
     return cast
 
 
-def _gpt2(size: Size) -> Workload:
+def _gpt2(size: Size) -> CompileWorkload:
     library = importlib.import_module("transformers")
     config = library.GPT2Config(
         vocab_size=size.vocabulary,
@@ -138,8 +138,8 @@ def _gpt2(size: Size) -> Workload:
     return _text(library.GPT2LMHeadModel(config), size)
 
 
-def _encoder(family: str, **own: Any) -> Callable[[Size], Workload]:
-    def build(size: Size) -> Workload:
+def _encoder(family: str, **own: Any) -> Callable[[Size], CompileWorkload]:
+    def build(size: Size) -> CompileWorkload:
         library = importlib.import_module("transformers")
         config = getattr(library, f"{family}Config")(
             vocab_size=size.vocabulary,
@@ -155,7 +155,7 @@ def _encoder(family: str, **own: Any) -> Callable[[Size], Workload]:
     return build
 
 
-def _distilbert(size: Size) -> Workload:
+def _distilbert(size: Size) -> CompileWorkload:
     library = importlib.import_module("transformers")
     config = library.DistilBertConfig(
         vocab_size=size.vocabulary,
@@ -168,7 +168,7 @@ def _distilbert(size: Size) -> Workload:
     return _text(library.DistilBertForMaskedLM(config), size)
 
 
-def _t5(size: Size) -> Workload:
+def _t5(size: Size) -> CompileWorkload:
     library = importlib.import_module("transformers")
     config = library.T5Config(
         vocab_size=size.vocabulary,
@@ -183,7 +183,7 @@ def _t5(size: Size) -> Workload:
     return _text(library.T5ForConditionalGeneration(config), size)
 
 
-def _bart(size: Size) -> Workload:
+def _bart(size: Size) -> CompileWorkload:
     library = importlib.import_module("transformers")
     config = library.BartConfig(
         vocab_size=size.vocabulary,
@@ -200,7 +200,7 @@ def _bart(size: Size) -> Workload:
     return _text(library.BartForConditionalGeneration(config), size)
 
 
-def _hf_vit(size: Size) -> Workload:
+def _hf_vit(size: Size) -> CompileWorkload:
     library = importlib.import_module("transformers")
     config = library.ViTConfig(
         hidden_size=size.width,
@@ -211,7 +211,7 @@ def _hf_vit(size: Size) -> Workload:
         num_labels=100,
     )
     workload = _images(library.ViTForImageClassification(config), size)
-    return Workload(
+    return CompileWorkload(
         workload.model,
         workload.batch,
         lambda m, b: m(pixel_values=b["x"], labels=b["y"]).loss,
@@ -219,10 +219,10 @@ def _hf_vit(size: Size) -> Workload:
     )
 
 
-def _vision(name: str) -> Callable[[Size], Workload]:
+def _vision(name: str) -> Callable[[Size], CompileWorkload]:
     """A classifier of torchvision's or timm's."""
 
-    def build(size: Size) -> Workload:
+    def build(size: Size) -> CompileWorkload:
         try:
             network = vision_models.load(name, size.image)
         except vision_models.UnknownModelError as error:
@@ -232,7 +232,7 @@ def _vision(name: str) -> Callable[[Size], Workload]:
     return build
 
 
-def _unet(size: Size) -> Workload:
+def _unet(size: Size) -> CompileWorkload:
     library = importlib.import_module("diffusers")
     width = 32 if size is ON_CPU else 320
     model = library.UNet2DConditionModel(
@@ -254,7 +254,7 @@ def _unet(size: Size) -> Workload:
     def loss(m: nn.Module, b: Batch) -> torch.Tensor:
         return nn.functional.mse_loss(m(b["x"], b["t"], b["text"]).sample, b["noise"])
 
-    return Workload(model, batch, loss, size.samples)
+    return CompileWorkload(model, batch, loss, size.samples)
 
 
 _qwen3_moe = _decoder(
@@ -267,7 +267,7 @@ _qwen3_moe = _decoder(
     use_cache=True,
 )
 
-SUITES: dict[str, dict[str, Callable[[Size], Workload]]] = {
+SUITES: dict[str, dict[str, Callable[[Size], CompileWorkload]]] = {
     "default": {
         "transformers/llama": _decoder("Llama", num_key_value_heads=2),
         "transformers/qwen2": _decoder("Qwen2", num_key_value_heads=2),
@@ -301,7 +301,7 @@ SUITES: dict[str, dict[str, Callable[[Size], Workload]]] = {
 """Suite -> workload -> what builds it at a size."""
 
 
-def build(name: str, device: str) -> Workload:
+def build(name: str, device: str) -> CompileWorkload:
     """A workload of any suite; raises BenchError naming the package that is missing."""
     for suite in SUITES.values():
         if name in suite:

@@ -75,7 +75,7 @@ class CompileJob(Run):
         return {**self.caches(ARMS[process]), **own}
 
 
-class Arm:
+class CompileArm:
     """The model under training in one way."""
 
     def __init__(self, job: CompileJob, arm: int, device: torch.device) -> None:
@@ -129,7 +129,7 @@ def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> N
             line.warm_up()
         else:  # one after the other: compilers use every core
             wait(f"warm {process - 1}")
-        arm = Arm(job, process, device)
+        arm = CompileArm(job, process, device)
         share.update(_warm_up(job, arm, process))
         arm.restart()
         share["losses"] = [finite(float(arm.step())) for _ in range(LOSS_STEPS)]
@@ -157,7 +157,7 @@ def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> N
     wait(f"share {OURS}")
 
 
-def _in_turns(job: CompileJob, arm: Arm, process: int, store: Store) -> list[float]:
+def _in_turns(job: CompileJob, arm: CompileArm, process: int, store: Store) -> list[float]:
     """Seconds of a step in each block of this arm; the arms alternate."""
     blocks = []
     turn = 0
@@ -173,7 +173,7 @@ def _in_turns(job: CompileJob, arm: Arm, process: int, store: Store) -> list[flo
     return blocks
 
 
-def _warm_up(job: CompileJob, arm: Arm, process: int) -> dict[str, Any]:
+def _warm_up(job: CompileJob, arm: CompileArm, process: int) -> dict[str, Any]:
     """Steps until the arm runs as it will; seconds beyond what the steps take by themselves."""
     began = time.perf_counter()
     found = None

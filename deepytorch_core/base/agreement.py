@@ -106,7 +106,7 @@ def gather(
     return stores.texts(store, keys)
 
 
-class Question:
+class StoreQuestion:
     """A question to every rank that nobody waits for: `answers` looks whether all have answered.
 
     It looks for the first time in the step after the one that asks: where ranks end a step

@@ -55,14 +55,14 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Memory:
+class CgroupMemory:
     """In bytes: what a group may take (None without a limit), and takes, caches left out."""
 
     limit: int | None
     used: int
 
     @classmethod
-    def of(cls, group: ControlGroup, total_bytes: int) -> Memory:
+    def of(cls, group: ControlGroup, total_bytes: int) -> CgroupMemory:
         """Return the memory of the group with the least left, a process's own or one above it.
 
         Without any limit it is the process's own. A limit of all of the machine's `total_bytes` is
@@ -75,7 +75,7 @@ class Memory:
         return next((one for one in found if one.used), found[0])
 
     @classmethod
-    def _at(cls, level: Level, total_bytes: int) -> Memory:
+    def _at(cls, level: Level, total_bytes: int) -> CgroupMemory:
         limit = level.text("memory.max") or level.text("memory.limit_in_bytes")
         used = level.text("memory.current") or level.text("memory.usage_in_bytes")
         stat = _table(level.text("memory.stat"))

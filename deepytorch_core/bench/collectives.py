@@ -27,10 +27,10 @@ from deepytorch_core.bench import (
     timing,
     worker,
 )
-from deepytorch_core.bench.baselines.arm import Prepare, Trial
-from deepytorch_core.bench.job import BenchError, Job
-from deepytorch_core.bench.ops import Allocate, Buffers, Operation
-from deepytorch_core.bench.rows import Measured, Row, cases, row_of
+from deepytorch_core.bench.baselines.arm import Prepare, TimedArm
+from deepytorch_core.bench.job import BenchError, CollectivesJob
+from deepytorch_core.bench.ops import Allocate, Buffers, Collective
+from deepytorch_core.bench.rows import Row, RowMeasurement, cases, row_of
 from deepytorch_core.c10d import device_memory
 
 GRAPH_BUDGET_S = 0.6  # of a row's replays
@@ -38,13 +38,13 @@ OTHER = "other"  # an algorithm that is not ours
 
 
 @dataclass
-class Pair:
+class ArmPair:
     """Both arms of a row, (ours, baseline), and how many of their elements were wrong so far.
 
     With `products` what is timed runs beside them.
     """
 
-    trials: tuple[Trial, Trial]
+    trials: tuple[TimedArm, TimedArm]
     wrong: list[int] = field(default_factory=lambda: [0, 0])
     products: beside.Products | None = None
 
@@ -69,7 +69,9 @@ class Bench:
     the interpreter ends may abort the process.
     """
 
-    def __init__(self, job: Job, rank: int, store: Store, cleanup: contextlib.ExitStack) -> None:
+    def __init__(
+        self, job: CollectivesJob, rank: int, store: Store, cleanup: contextlib.ExitStack
+    ) -> None:
         """`cleanup` is closed by the caller, on all ranks, when the last row is done."""
         self._set_up(job, worker.Groups(job, rank, store))
         rows = list(cases(job))
@@ -87,7 +89,7 @@ class Bench:
                 bind = baselines.connect(job, rank)
             self.prepare_baseline = self._in_memory(rows, bind, self.allocate)
 
-    def _set_up(self, job: Job, groups: worker.Groups) -> None:
+    def _set_up(self, job: CollectivesJob, groups: worker.Groups) -> None:
         """Set up what an arm needs, be it in one process with the other or apart."""
         self.job = job
         self.groups = groups
@@ -101,7 +103,7 @@ class Bench:
     def record(self, row: Row) -> Record:
         """Checks and times one row; the same on every rank."""
         # Their buffers outlive every graph of the row.
-        pair = Pair((self.prepare_ours(row), self.prepare_baseline(row)))
+        pair = ArmPair((self.prepare_ours(row), self.prepare_baseline(row)))
         before = self._calls(row.op)
         if row.moves:
             pair.wrong = [
@@ -122,7 +124,7 @@ class Bench:
             measured = replace(measured, compute_us=pair.products.time_us)
         return row_of(self.job, row, measured)
 
-    def _call_by_call(self, row: Row, pair: Pair, before: dict[str, int]) -> Measured:
+    def _call_by_call(self, row: Row, pair: ArmPair, before: dict[str, int]) -> RowMeasurement:
         """Times calls from the CPU; on GPUs also what a call costs the CPU."""
         pair.zero()
         blocks = timing.sample(
@@ -140,9 +142,9 @@ class Bench:
             clock = worker.enqueue_clock
             cpu = timing.compare(timing.follow(schedule, pair.calls, clock=clock, ranks=self.ranks))
             cpu_us = (cpu.time_us, cpu.baseline_time_us)
-        return Measured(comparison, (pair.wrong[0], pair.wrong[1]), ways, cpu_us=cpu_us)
+        return RowMeasurement(comparison, (pair.wrong[0], pair.wrong[1]), ways, cpu_us=cpu_us)
 
-    def _in_graphs(self, row: Row, pair: Pair) -> Measured:
+    def _in_graphs(self, row: Row, pair: ArmPair) -> RowMeasurement:
         """Checks what replays give, then times replays."""
         pair.zero()
         probes = timing.probe(pair.calls, clock=self.groups.clock, ranks=self.ranks)
@@ -163,7 +165,7 @@ class Bench:
                 budget_s=min(self.job.budget_s, GRAPH_BUDGET_S),
                 pace=timing.REPLAYS,
             )
-        return Measured(
+        return RowMeasurement(
             timing.compare(timing.divided(blocks, count)),
             (pair.wrong[0], pair.wrong[1]),
             (algorithm, pair.trials[timing.BASELINE].way),
@@ -172,7 +174,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _captured(
-        self, row: Row, pair: Pair, count: int
+        self, row: Row, pair: ArmPair, count: int
     ) -> Iterator[tuple[tuple[timing.Call, timing.Call], str]]:
         """Replays of both arms' graphs of `count` calls, and the algorithm captured of ours."""
         before = self._calls(row.op)
@@ -206,7 +208,7 @@ class Bench:
         wrong = reference.count_wrong(buffers.output, expected, num_roundings=roundings)
         return self.ranks.total(wrong)
 
-    def _by_others(self, op: Operation) -> set[str]:
+    def _by_others(self, op: Collective) -> set[str]:
         """Our algorithms in which the stock backend adds up."""
         names = {OTHER, "delegate"}
         if self.groups.device.type == "cuda":
@@ -242,9 +244,9 @@ class Bench:
             def buffers_of(row: Row) -> Buffers:
                 return row.buffers(allocate)
 
-        def prepare(row: Row) -> Trial:
+        def prepare(row: Row) -> TimedArm:
             buffers = buffers_of(row)
-            return Trial(bind(row.op, buffers), buffers)
+            return TimedArm(bind(row.op, buffers), buffers)
 
         return prepare
 
@@ -265,17 +267,17 @@ class Bench:
             )
         return lambda count, dtype: backend.allocate_tensor(count, dtype=dtype, device=device)
 
-    def _calls(self, op: Operation) -> dict[str, int]:
+    def _calls(self, op: Collective) -> dict[str, int]:
         return worker.calls_by_algorithm(self.job.ours, op.name)
 
-    def _algorithm(self, op: Operation, before: dict[str, int]) -> str:
+    def _algorithm(self, op: Collective, before: dict[str, int]) -> str:
         """The algorithm that served most calls since `before`."""
         if self.job.ours != "deepytorch":
             return self.job.ours
         return worker.main_algorithm(before, self._calls(op))
 
 
-def measure(job: Job, rank: int, store: Store, emit: worker.Emit) -> None:
+def measure(job: CollectivesJob, rank: int, store: Store, emit: worker.Emit) -> None:
     """Runs the whole job on this rank; rank 0 gives each row to `emit`.
 
     Raises BenchError when the job needs what this machine or backend lacks.
@@ -298,4 +300,4 @@ def _allocate_on(device: torch.device) -> Allocate:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.serve(sys.argv[1:], Job, measure))
+    sys.exit(worker.serve(sys.argv[1:], CollectivesJob, measure))

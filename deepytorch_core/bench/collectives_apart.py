@@ -19,14 +19,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.bench.collectives import OTHER, Bench
-from deepytorch_core.bench.job import BenchError, Job
+from deepytorch_core.bench.job import BenchError, CollectivesJob
 from deepytorch_core.bench.rivals import TORCH_BACKENDS
-from deepytorch_core.bench.rows import Measured, Row, cases, row_of
+from deepytorch_core.bench.rows import Row, RowMeasurement, cases, row_of
 from deepytorch_core.bench.turns import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApartJob(Job):
+class ApartJob(CollectivesJob):
     """`bench collectives` in two processes for each rank.
 
     `baseline_environment` are variables ("NAME=VALUE") of the baseline's processes alone.
@@ -72,7 +72,7 @@ def _pair(setting: str) -> tuple[str, str]:
     return name, value
 
 
-class Arm(Bench):
+class ApartArm(Bench):
     """One arm on this rank; a row's other half comes over the store."""
 
     def __init__(self, job: ApartJob, process: int, store: Store) -> None:
@@ -149,13 +149,13 @@ class Arm(Bench):
 
 def measure(job: ApartJob, process: int, store: Store, emit: worker.Emit) -> None:
     """Runs the whole job on this process; rank 0 of ours gives each row to `emit`."""
-    bench = Arm(job, process, store)
+    bench = ApartArm(job, process, store)
     for row in cases(job):
         shares = bench.share(row, bench.row(row))
         if shares:
             comparison = timing.compare([share["blocks"] for share in shares])
             wrong = (shares[0]["wrong"], shares[1]["wrong"])
-            measured = Measured(comparison, wrong, (shares[0]["algorithm"], ""))
+            measured = RowMeasurement(comparison, wrong, (shares[0]["algorithm"], ""))
             emit({"record": row_of(job, row, measured)})
 
 

@@ -30,7 +30,7 @@ _SEED = 20
 _LEARNING_RATE = 1e-3
 
 
-class Trainer:
+class DdpArm:
     """One arm: a model of its own, its optimizer, and the losses so far on this rank."""
 
     def __init__(self, job: DdpJob, groups: worker.Groups, group: dist.ProcessGroup) -> None:
@@ -97,8 +97,8 @@ def measure(job: DdpJob, rank: int, store: Store, emit: worker.Emit) -> None:
     groups = worker.Groups(job, rank, store)
     registered_buckets = has_registered_buckets(job, groups)
     with as_users_get_it(registered_buckets):
-        ours = Trainer(job, groups, groups.ours)
-    baseline = Trainer(job, groups, groups.baseline)
+        ours = DdpArm(job, groups, groups.ours)
+    baseline = DdpArm(job, groups, groups.baseline)
     before = worker.calls_by_algorithm(job.ours, "all_reduce")
     for _ in range(WARMUP_STEPS):
         ours.step()
@@ -131,8 +131,8 @@ def as_users_get_it(registered_buckets: bool) -> AbstractContextManager[None]:
 def _record(
     job: DdpJob,
     blocks: list[list[list[float]]],
-    arms: tuple[Trainer, Trainer],
-    ranks: worker.Ranks,
+    arms: tuple[DdpArm, DdpArm],
+    ranks: worker.GroupAgreement,
 ) -> Record:
     comparison = timing.compare(blocks)
     times = [percentiles([t for block in arm for t in block]) for arm in blocks]

@@ -56,7 +56,7 @@ _SMALL_BYTES = 64 << 10  # what all nodes say to one together, where it travels 
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """A job's places: `leaving` is how many edges of the ring of ranks leave the busiest node."""
 
     nodes: int
@@ -64,7 +64,7 @@ class Shape:
     leaving: int
 
     @classmethod
-    def of(cls, places: Sequence[Seat]) -> Shape:
+    def of(cls, places: Sequence[Seat]) -> JobShape:
         nodes = [seat.node for seat in places]
         leaving = [0] * (max(nodes) + 1)
         for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
@@ -81,7 +81,7 @@ class Counts:
     volume: float
 
 
-def counts(schedule: str, op: str, num_bytes: int, shape: Shape) -> Counts:
+def counts(schedule: str, op: str, num_bytes: int, shape: JobShape) -> Counts:
     """Return the counts of `op` in this schedule; `num_bytes` as nccl-tests counts."""
     halves = 2 if op == "all_reduce" else 1
     if schedule == FLAT:
@@ -101,7 +101,7 @@ def counts(schedule: str, op: str, num_bytes: int, shape: Shape) -> Counts:
     return Counts(1 + exchanges, (1 + exchanges) * others, volume)
 
 
-def _is_small(op: str, num_bytes: int, shape: Shape) -> bool:
+def _is_small(op: str, num_bytes: int, shape: JobShape) -> bool:
     """Whether it travels in the meeting: csrc/tuner/choose.cpp's `is_small_between_nodes`."""
     others = 1 if op == "all_gather" else shape.nodes - 1
     return num_bytes * others <= _SMALL_BYTES
@@ -123,7 +123,7 @@ class Model:
     latency_us: float = 0.0
     burst_bytes: int = 0
 
-    def time_us(self, schedule: str, op: str, num_bytes: int, shape: Shape) -> float:
+    def time_us(self, schedule: str, op: str, num_bytes: int, shape: JobShape) -> float:
         """Return the time that one operation takes."""
         of = counts(schedule, op, num_bytes, shape)
         queued = max(0.0, of.volume - self.burst_bytes)
@@ -142,7 +142,7 @@ class Point:
     schedule: str
     op: str
     num_bytes: int
-    shape: Shape
+    shape: JobShape
     time_us: float
 
 
@@ -191,7 +191,7 @@ def points_of(record: Record) -> Iterator[Point]:
     op = record.get("op")
     if emulated is None or emulated["nodes"] < 2 or op not in OPERATIONS:
         return
-    shape = Shape.of(seats(emulated["ranks_per_node"], emulated["order"]))
+    shape = JobShape.of(seats(emulated["ranks_per_node"], emulated["order"]))
     size = int(record["bytes"])
     yield Point(FLAT, op, size, shape, float(record["baseline_time_us"]))
     if record["algorithm"] not in ("delegate", record["baseline"]):
@@ -213,7 +213,7 @@ class Forecast:
 
     def time_us(self, schedule: str, op: str, num_bytes: int, nodes: int) -> float:
         """Return the time that one operation takes on so many nodes."""
-        shape = Shape.of(seats([self.ranks_per_node] * nodes, self.order))
+        shape = JobShape.of(seats([self.ranks_per_node] * nodes, self.order))
         return self._model(schedule, op).time_us(schedule, op, num_bytes, shape)
 
     def errors(self) -> list[tuple[Point, float]]:

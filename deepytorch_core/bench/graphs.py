@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from deepytorch_core.bench import timing
-from deepytorch_core.bench.ops import Operation
+from deepytorch_core.bench.ops import Collective
 
 MIN_CALLS = 2
 MAX_CALLS = 20
@@ -24,7 +24,7 @@ REPLAY_US = 1000.0
 PROBED_CALLS = 5
 
 
-class Graph(Protocol):
+class ReplayableGraph(Protocol):
     """The result of capturing; a `torch.cuda.CUDAGraph` is one."""
 
     def replay(self) -> object: ...
@@ -32,7 +32,7 @@ class Graph(Protocol):
     def reset(self) -> object: ...
 
 
-Capture = Callable[[timing.Call, int], Graph]
+Capture = Callable[[timing.Call, int], ReplayableGraph]
 """Captures that many runs of a call, one after the other, into one graph."""
 
 
@@ -45,7 +45,7 @@ class Graphs:
     capture: Capture
 
     @contextlib.contextmanager
-    def captured(self, call: timing.Call, count: int) -> Iterator[Graph]:
+    def captured(self, call: timing.Call, count: int) -> Iterator[ReplayableGraph]:
         """A graph of `count` calls, for as long as the context is open. All ranks take part.
 
         The call ran before: connections and staging, which a capture cannot make, are there. Leave
@@ -74,12 +74,12 @@ def calls_per_graph(call_us: float) -> int:
     return min(max(math.ceil(REPLAY_US / max(call_us, 1.0)), MIN_CALLS), MAX_CALLS)
 
 
-def is_idempotent(op: Operation) -> bool:
+def is_idempotent(op: Collective) -> bool:
     """Whether calls in a row give what one does, so that a graph of many can be checked."""
     return not (op.in_place and op.reduces)
 
 
-def capture(call: timing.Call, count: int) -> Graph:
+def capture(call: timing.Call, count: int) -> ReplayableGraph:
     """A `Capture` on the current device."""
     # Untyped in torch.
     graph: Any = torch.cuda.CUDAGraph()
@@ -89,5 +89,5 @@ def capture(call: timing.Call, count: int) -> Graph:
         for _ in range(count):
             call()
     torch.cuda.synchronize()
-    captured: Graph = graph
+    captured: ReplayableGraph = graph
     return captured

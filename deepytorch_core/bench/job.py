@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from deepytorch_core.bench.rivals import BASELINES, LIMITS, TORCH_BACKENDS, Limits
+from deepytorch_core.bench.rivals import BASELINES, LIMITS, TORCH_BACKENDS, RivalLimits
 from deepytorch_core.testing.emulation import Seat, Setting, parse_delay, parse_rate, seats
 
 OPERATIONS = (
@@ -183,7 +183,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job(Run):
+class CollectivesJob(Run):
     """`bench collectives`. `iterations` 0 adapts to the time.
 
     `sizes` are bytes as nccl-tests counts them, or, with `per_rank`, those of one rank's part.
@@ -233,7 +233,7 @@ class Job(Run):
                     f"{'gloo' if 'cpu' in limits.devices else 'nccl'}"
                 )
 
-    def _check_graphs(self, limits: Limits) -> None:
+    def _check_graphs(self, limits: RivalLimits) -> None:
         if self.device != "cuda":
             raise BenchError("--cuda-graph captures work of GPUs: give --device cuda too")
         if limits.backend != "nccl":

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing
 from deepytorch_core.bench.job import BenchError, Run, format_size, parse_sizes
-from deepytorch_core.bench.ops import OPERATIONS, Operation
+from deepytorch_core.bench.ops import OPERATIONS, Collective
 from deepytorch_core.network import nccl_table
 from deepytorch_core.network.nccl_table import Entry
 
@@ -74,7 +74,7 @@ def check_ops(ops: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NcclCandidate:
     """An algorithm with a protocol, by the table's names."""
 
     algorithm: str
@@ -82,12 +82,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Trial:
+class NcclTrial:
     """A candidate for `op` of `num_bytes`, as nccl-tests counts them."""
 
     op: str
     num_bytes: int
-    candidate: Candidate
+    candidate: NcclCandidate
 
     @property
     def case(self) -> tuple[str, int]:
@@ -98,15 +98,15 @@ class Trial:
 class Found:
     """How a candidate compares with NCCL's own choice."""
 
-    trial: Trial
-    comparison: timing.Comparison
+    trial: NcclTrial
+    comparison: timing.TimeComparison
 
     @property
     def is_worth_it(self) -> bool:
         return self.comparison.speedup >= LEAST_GAIN and self.comparison.spread[0] > 1.0
 
 
-Bind = Callable[[Operation, int], timing.Call]
+Bind = Callable[[Collective, int], timing.Call]
 """Makes the call of an operation of that many bytes."""
 
 
@@ -116,15 +116,15 @@ class Communicators(Protocol):
     own: Bind
     """NCCL chooses."""
 
-    def choosing(self, candidate: Candidate) -> AbstractContextManager[Bind]:
+    def choosing(self, candidate: NcclCandidate) -> AbstractContextManager[Bind]:
         """With the candidate where NCCL offers it, for as long as the context is open."""
         ...
 
 
-def trials(cases: Sequence[tuple[str, int]]) -> list[Trial]:
+def trials(cases: Sequence[tuple[str, int]]) -> list[NcclTrial]:
     """Every candidate of every case (operation, bytes)."""
     return [
-        Trial(op, num_bytes, Candidate(algorithm, protocol))
+        NcclTrial(op, num_bytes, NcclCandidate(algorithm, protocol))
         for op, num_bytes in cases
         for algorithm in CANDIDATES[op]
         for protocol in nccl_table.PROTOCOLS
@@ -132,7 +132,7 @@ def trials(cases: Sequence[tuple[str, int]]) -> list[Trial]:
 
 
 def measure(
-    tried: Sequence[Trial],
+    tried: Sequence[NcclTrial],
     communicators: Communicators,
     clock: timing.Clock,
     ranks: timing.Agreement,

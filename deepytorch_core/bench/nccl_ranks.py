@@ -34,14 +34,14 @@ from deepytorch_core.bench.nccl_choices import (
     DEFAULT_OPS,
     DEFAULT_SIZES,
     Bind,
-    Candidate,
     ChoicesJob,
+    NcclCandidate,
     check_ops,
     lines,
     record,
     settle,
 )
-from deepytorch_core.bench.ops import Operation, make_buffers, share_of
+from deepytorch_core.bench.ops import Collective, make_buffers, share_of
 from deepytorch_core.c10d import patches as c10d_patches
 from deepytorch_core.network import nccl_table, prepare
 from deepytorch_core.network.nccl_table import Entry
@@ -63,7 +63,7 @@ class PluginCommunicators:
         self.own = self._binding(group)
 
     @contextlib.contextmanager
-    def choosing(self, candidate: Candidate) -> Iterator[Bind]:
+    def choosing(self, candidate: NcclCandidate) -> Iterator[Bind]:
         """See `Communicators`. Collective over the default group."""
         choices = [
             Entry(
@@ -89,7 +89,7 @@ class PluginCommunicators:
         dist.all_reduce(torch.ones(1, device=self._device), group=group)
         torch.cuda.synchronize()
 
-        def bind(op: Operation, num_bytes: int) -> timing.Call:
+        def bind(op: Collective, num_bytes: int) -> timing.Call:
             share = share_of(op, num_bytes, _DTYPE, group.size())
             buffers = make_buffers(op, share, _DTYPE, group.size(), self._allocate)
             self._check(op, buffers.input, buffers.output, group)
@@ -101,7 +101,7 @@ class PluginCommunicators:
         return torch.ones(count, dtype=dtype, device=self._device)
 
     def _check(
-        self, op: Operation, source: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
+        self, op: Collective, source: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
         target.fill_(1.0)
         op.call(source, target, group)
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         if c10d_patches.serving_name() != "nccl":
             raise BenchError("this is about NCCL alone: start it with DEEPYTORCH_ENABLED=0")
-        ranks = worker.Ranks(dist.new_group(backend="gloo", timeout=limit))
+        ranks = worker.GroupAgreement(dist.new_group(backend="gloo", timeout=limit))
         communicators = PluginCommunicators(table, device)
         found, chosen = settle(cases, communicators, worker.cuda_clock, ranks)
     num_nodes = _num_nodes(PrefixStore("nodes", store), rank=rank, size=size)

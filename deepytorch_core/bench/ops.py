@@ -18,7 +18,7 @@ Submit = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
 
 @dataclass(frozen=True)
-class Operation:
+class Collective:
     """One collective. `call` gets (input, output, group) and returns when the work is enqueued
     (GPU) or done (CPU); `submit` gets (input, output, backend) and returns the c10d Work. The sizes
     of input and output are in shares, None is one per rank."""
@@ -57,7 +57,7 @@ _BARRIER = _waited_for(c10d.BarrierOptions())
 OPERATIONS = {
     op.name: op
     for op in (
-        Operation(
+        Collective(
             "all_reduce",
             lambda source, _, group: dist.all_reduce(source, group=group),
             lambda source, _, backend: backend.allreduce([source], _ALL_REDUCE),
@@ -65,13 +65,13 @@ OPERATIONS = {
             in_place=True,
             split=False,
         ),
-        Operation(
+        Collective(
             "all_gather",
             lambda source, target, group: _all_gather(target, source, group=group),
             lambda source, target, backend: backend._allgather_base(target, source, _ALL_GATHER),
             output_shares=None,
         ),
-        Operation(
+        Collective(
             "reduce_scatter",
             lambda source, target, group: _reduce_scatter(target, source, group=group),
             lambda source, target, backend: backend._reduce_scatter_base(
@@ -80,14 +80,14 @@ OPERATIONS = {
             reduces=True,
             input_shares=None,
         ),
-        Operation(
+        Collective(
             "broadcast",
             lambda source, _, group: dist.broadcast(source, group_src=0, group=group),
             lambda source, _, backend: backend.broadcast([source], _BROADCAST),
             in_place=True,
             split=False,
         ),
-        Operation(
+        Collective(
             "all_to_all",
             lambda source, target, group: dist.all_to_all_single(target, source, group=group),
             lambda source, target, backend: backend.alltoall_base(
@@ -96,7 +96,7 @@ OPERATIONS = {
             input_shares=None,
             output_shares=None,
         ),
-        Operation(
+        Collective(
             "barrier",
             lambda _source, _target, group: dist.barrier(group=group),
             lambda _source, _target, backend: backend.barrier(_BARRIER),
@@ -105,17 +105,17 @@ OPERATIONS = {
 }
 
 
-def share_of(op: Operation, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
+def share_of(op: Collective, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
     """Elements of one share for nccl-tests' size `num_bytes`, rounded down, at least 1."""
     return max(1, num_bytes // dtype.itemsize // (world_size if op.split else 1))
 
 
-def bytes_of(op: Operation, share: int, dtype: torch.dtype, world_size: int) -> int:
+def bytes_of(op: Collective, share: int, dtype: torch.dtype, world_size: int) -> int:
     """nccl-tests' size of an operation with this share."""
     return share * dtype.itemsize * (world_size if op.split else 1)
 
 
-def share_bytes(op: Operation, share: int, dtype: torch.dtype, world_size: int) -> tuple[int, int]:
+def share_bytes(op: Collective, share: int, dtype: torch.dtype, world_size: int) -> tuple[int, int]:
     """Bytes of the input, and of the output where that is a tensor of its own, else 0."""
     source = share * (op.input_shares or world_size) * dtype.itemsize
     target = share * (op.output_shares or world_size) * dtype.itemsize
@@ -123,7 +123,7 @@ def share_bytes(op: Operation, share: int, dtype: torch.dtype, world_size: int) 
 
 
 def make_buffers(
-    op: Operation,
+    op: Collective,
     share: int,
     dtype: torch.dtype,
     world_size: int,

@@ -20,7 +20,7 @@ _INTEGER_BITS = {torch.int8: 4, torch.uint8: 4, torch.int32: 20, torch.int64: 40
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputPiece:
     """`count` elements of an output from `start` on: the sum of those of `sources`.
 
     `sources` are pairs (rank, first element in that rank's input).
@@ -58,7 +58,7 @@ def fill(target: torch.Tensor, rank: int) -> None:
         part.copy_(values(rank, start, part.numel(), target.dtype, device=target.device))
 
 
-def pieces(op: str, *, rank: int, world_size: int, share: int) -> Iterator[Piece]:
+def pieces(op: str, *, rank: int, world_size: int, share: int) -> Iterator[OutputPiece]:
     """Yield what `rank`'s output must hold after `op`, in pieces of at most `SEGMENT` elements.
 
     `share` is the number of elements of one rank's part: the whole buffer for all_reduce and
@@ -96,7 +96,7 @@ def num_roundings(dtype: torch.dtype, world_size: int, *, native: bool, between_
 
 def count_wrong(
     output: torch.Tensor,
-    expected: Iterator[Piece],
+    expected: Iterator[OutputPiece],
     *,
     num_roundings: int,
 ) -> int:
@@ -151,9 +151,9 @@ def tolerance(
     return unit + (accumulated if epsilon > torch.finfo(torch.float32).eps else 0.0)
 
 
-def _split(start: int, count: int, sources: tuple[tuple[int, int], ...]) -> Iterator[Piece]:
+def _split(start: int, count: int, sources: tuple[tuple[int, int], ...]) -> Iterator[OutputPiece]:
     for offset in range(0, count, SEGMENT):
-        yield Piece(
+        yield OutputPiece(
             start=start + offset,
             count=min(SEGMENT, count - offset),
             sources=tuple((rank, first + offset) for rank, first in sources),

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepytorch_core.bench.ops import Buffers, Operation
+    from deepytorch_core.bench.ops import Buffers, Collective
 
 TORCH_BACKENDS = ("gloo", "nccl")
 PEER_MEMORY = ("nccl-symm", "torch-symm")
 BASELINES = (*TORCH_BACKENDS, *PEER_MEMORY, "deepspeed-shm", "mpi")
 
 Call = Callable[[], object]
-Bind = Callable[["Operation", "Buffers"], Call]
+Bind = Callable[["Collective", "Buffers"], Call]
 """Makes the call that runs one operation on these buffers; it returns when the work is done."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class RivalLimits:
     """The offers of a rival; None is everything that `bench` knows.
 
     `backend` is torch's backend of its processes' default group.
@@ -31,28 +31,28 @@ class Limits:
     title: str = ""
 
 
-LIMITS: Mapping[str, Limits] = {
-    "gloo": Limits(devices=("cpu", "cuda"), title="gloo"),
-    "nccl": Limits(devices=("cuda",), backend="nccl", title="NCCL"),
-    "nccl-symm": Limits(
+LIMITS: Mapping[str, RivalLimits] = {
+    "gloo": RivalLimits(devices=("cpu", "cuda"), title="gloo"),
+    "nccl": RivalLimits(devices=("cuda",), backend="nccl", title="NCCL"),
+    "nccl-symm": RivalLimits(
         devices=("cuda",),
         backend="nccl",
         ops=("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"),
         title="NCCL with symmetric memory",
     ),
-    "torch-symm": Limits(
+    "torch-symm": RivalLimits(
         devices=("cuda",),
         backend="nccl",
         ops=("all_reduce", "reduce_scatter"),
         dtypes=("float32", "bfloat16"),
         title="torch's symmetric memory",
     ),
-    "deepspeed-shm": Limits(
+    "deepspeed-shm": RivalLimits(
         ops=("all_reduce",),
         dtypes=("float32", "bfloat16", "float16"),
         title="DeepSpeed's shared-memory op",
     ),
-    "mpi": Limits(
+    "mpi": RivalLimits(
         dtypes=("float32", "float64", "int8", "uint8", "int32", "int64"),
         title="MPI",
     ),

@@ -7,12 +7,12 @@ import torch
 
 from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import bandwidth, timing
-from deepytorch_core.bench.job import Job
+from deepytorch_core.bench.job import CollectivesJob
 from deepytorch_core.bench.ops import (
     OPERATIONS,
     Allocate,
     Buffers,
-    Operation,
+    Collective,
     bytes_of,
     make_buffers,
     share_of,
@@ -24,7 +24,7 @@ from deepytorch_core.metering import counts
 class Row:
     """One operation of one size: `share` elements of `dtype` a rank, `num_bytes` as nccl-tests."""
 
-    op: Operation
+    op: Collective
     num_bytes: int
     share: int
     dtype: str
@@ -44,7 +44,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RowMeasurement:
     """The ranks' findings about a row; pairs are (ours, baseline).
 
     `ways` are the algorithm of ours and the way of a baseline that has several ("" otherwise);
@@ -52,7 +52,7 @@ class Measured:
     measured, `compute_us` where nothing was computed beside.
     """
 
-    comparison: timing.Comparison
+    comparison: timing.TimeComparison
     wrong: tuple[int, int]
     ways: tuple[str, str]
     calls_per_graph: int | None = None
@@ -60,7 +60,7 @@ class Measured:
     compute_us: float | None = None
 
 
-def cases(job: Job) -> Iterator[Row]:
+def cases(job: CollectivesJob) -> Iterator[Row]:
     """The rows of a job, in order."""
     for name in job.ops:
         op = OPERATIONS[name]
@@ -74,7 +74,7 @@ def cases(job: Job) -> Iterator[Row]:
                 yield Row(op, exact, share, dtype_name, job.world_size)
 
 
-def row_of(job: Job, row: Row, measured: Measured) -> Record:
+def row_of(job: CollectivesJob, row: Row, measured: RowMeasurement) -> Record:
     """The fields `COLLECTIVE_FIELDS` of `record` that the ranks know."""
     comparison = measured.comparison
     time_us = comparison.time_us
@@ -112,7 +112,7 @@ def row_of(job: Job, row: Row, measured: Measured) -> Record:
     }
 
 
-def _serves(plan: counts.Counted, job: Job, row: Row) -> bool:
+def _serves(plan: counts.Counted, job: CollectivesJob, row: Row) -> bool:
     return (
         counts.serves(plan, row.op.name, row.share * row.torch_dtype.itemsize)
         and plan["ranks"] == row.world_size

@@ -51,7 +51,7 @@ REPLAYS = Pace(block_us=3000.0, max_pairs=25, max_repetitions=20)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TimeComparison:
     """Medians in microseconds over all samples, and how they compare.
 
     `speedup` is the median of the ratios of neighbouring blocks (baseline / ours, > 1 is faster),
@@ -154,7 +154,7 @@ def divided(blocks: Sequence[Sequence[Sequence[float]]], count: int) -> list[lis
     return [[[value / count for value in block] for block in arm_blocks] for arm_blocks in blocks]
 
 
-def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> Comparison:
+def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> TimeComparison:
     """Medians, the ratio and its spread from what `sample` returned."""
     medians = [
         statistics.median([value for block in arm_blocks for value in block])
@@ -164,7 +164,7 @@ def compare(blocks: Sequence[Sequence[Sequence[float]]]) -> Comparison:
         statistics.median(baseline) / statistics.median(ours)
         for ours, baseline in zip(blocks[OURS], blocks[BASELINE], strict=True)
     ]
-    return Comparison(
+    return TimeComparison(
         time_us=medians[OURS],
         baseline_time_us=medians[BASELINE],
         speedup=statistics.median(ratios),

@@ -31,7 +31,7 @@ REFUSED = 2  # exit status of a rank that was asked for something it cannot do
 Emit = Callable[[dict[str, Any]], None]
 
 
-class Ranks:
+class GroupAgreement:
     """A `timing.Agreement` over a group of its own, which neither arm uses."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -87,7 +87,7 @@ class Groups:
         dist.init_process_group(
             name, store=store, rank=rank, world_size=job.world_size, timeout=timeout
         )
-        self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
+        self.ranks = GroupAgreement(dist.new_group(backend="gloo", timeout=timeout))
         self.clock: timing.Clock = cuda_clock if job.device == "cuda" else timing.wall_clock
 
 

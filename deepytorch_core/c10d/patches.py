@@ -62,12 +62,12 @@ def install(c10d: ModuleType, patches: Patches) -> None:
     )
 
 
-def machine(c10d: Any) -> rewrite.Machine:
+def machine(c10d: Any) -> rewrite.Capabilities:
     """Return the facts of torch and the machine that `rewrite` has to know."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
-    return rewrite.Machine(
+    return rewrite.Capabilities(
         accelerator="cpu" if accelerator is None else accelerator.type,
         has_nccl=c10d.is_nccl_available(),
         has_gloo=c10d.is_gloo_available(),

@@ -29,7 +29,7 @@ _BUILT_IN = ("gloo", "nccl", "ucc", "xccl", "mpi")
 
 
 @dataclass(frozen=True)
-class Machine:
+class Capabilities:
     """The abilities of this torch and machine; the same on every rank."""
 
     accelerator: str  # device type that torch was built for: "cpu" (none), "cuda", "xpu", ...
@@ -47,7 +47,7 @@ def join(pairs: Mapping[str, str]) -> str:
     return ",".join(f"{device}:{backend}" for device, backend in pairs.items())
 
 
-def default_group(asked: str, machine: Machine) -> str | None:
+def default_group(asked: str, machine: Capabilities) -> str | None:
     """The backend for `init_process_group(asked)`; None leaves it alone.
 
     `asked` is torch's reading of the argument: "undefined" when there was none.
@@ -66,7 +66,7 @@ def default_group(asked: str, machine: Machine) -> str | None:
 
 
 def sub_group(
-    asked: str, machine: Machine, *, default_config: str, default_asked: str
+    asked: str, machine: Capabilities, *, default_config: str, default_asked: str
 ) -> str | None:
     """The backend for `new_group(backend=asked)` under a default group of ours.
 
@@ -83,12 +83,12 @@ def sub_group(
     return default_group(asked, machine)
 
 
-def upgraded(config: str, machine: Machine) -> str | None:
+def upgraded(config: str, machine: Capabilities) -> str | None:
     """Return what a stock group of `config` (device:backend pairs) becomes in place, or None."""
     return _pairwise(config, machine)
 
 
-def _pairwise(config: str, machine: Machine) -> str | None:
+def _pairwise(config: str, machine: Capabilities) -> str | None:
     pairs = parse(config)
     available = {"cpu": machine.has_gloo, "cuda": machine.has_nccl}
     ours = {

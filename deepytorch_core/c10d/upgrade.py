@@ -107,7 +107,7 @@ def num_groups_made_as_ours(c10d: Any) -> int:
     return sum(c10d_patches.is_ours(c10d, group) for group in c10d._world.pg_map)
 
 
-def _new_config(c10d: Any, group: Any, machine: rewrite.Machine) -> str | None:
+def _new_config(c10d: Any, group: Any, machine: rewrite.Capabilities) -> str | None:
     if type(group) is not c10d.ProcessGroup:
         return None
     if c10d_patches.is_ours(c10d, group):

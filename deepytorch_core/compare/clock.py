@@ -29,7 +29,7 @@ _NO_KERNELS = ("Memcpy", "Memset", "ProfilerStep")
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """Say how fast steps were.
 
     Attributes:
@@ -47,14 +47,14 @@ class Pace:
     longest_s: float
 
 
-def pace(step_s: Sequence[float]) -> Pace | None:
+def pace(step_s: Sequence[float]) -> StepPace | None:
     """Sum up the times of the steps from the second on, in seconds; None without any."""
     if not step_s:
         return None
     timed = last(step_s)
     median = statistics.median(timed)
     first = steady_from(step_s, median)
-    return Pace(
+    return StepPace(
         step_s=quartiles(timed),
         num_steps=len(timed),
         steady_from=None if first is None else first + 2,
@@ -109,7 +109,7 @@ class Work:
     why_not: str = ""
 
 
-class Clock:
+class StepClock:
     """Takes the time of every optimizer step; `record` is for when the run is over."""
 
     def __init__(self, *, seconds: float | None) -> None:
@@ -150,7 +150,7 @@ class Clock:
         return list(last(self.step_s()))
 
     def record(self) -> dict[str, Any]:
-        """Return the `Pace`, the `Work` and how long the first step took to come, for JSON."""
+        """Return the `StepPace`, the `Work` and how long the first step took to come, for JSON."""
         found = pace(self.step_s())
         return {
             "first_step_s": self._ends[0][0] - self._began if self._ends else None,

@@ -22,7 +22,7 @@ _ROUNDING = 1e-3
 _ROUNDING_OF_LARGEST = 1e-6
 
 
-class Run(Protocol):
+class RunLosses(Protocol):
     """The compared part of a run: see `result.Sample`."""
 
     @property
@@ -38,7 +38,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LossAgreement:
     """How the losses of some runs lie to those of stock.
 
     Attributes:
@@ -63,12 +63,12 @@ class Agreement:
 
 
 def agreement(
-    theirs: Sequence[Run],
-    ours: Sequence[Run],
-    nudged: Sequence[Run] = (),
+    theirs: Sequence[RunLosses],
+    ours: Sequence[RunLosses],
+    nudged: Sequence[RunLosses] = (),
     *,
     whose: str = "stock's",
-) -> Agreement:
+) -> LossAgreement:
     """Compare `ours` with `theirs`, at least one run of each.
 
     Args:
@@ -83,7 +83,7 @@ def agreement(
         told = f"{whose} runs{', one of them nudged,' if nudged else ''}"
         why = _too_far(theirs, ours, nudged, told)
         is_by_size = why is not None
-    return Agreement(
+    return LossAgreement(
         difference=difference,
         relative=relative,
         own=largest_difference(theirs, theirs)[0],
@@ -95,7 +95,7 @@ def agreement(
 
 
 def largest_difference(
-    theirs: Sequence[Run], ours: Sequence[Run]
+    theirs: Sequence[RunLosses], ours: Sequence[RunLosses]
 ) -> tuple[float | None, float | None]:
     """The largest difference at any step between any two runs: absolute, and relative.
 
@@ -119,7 +119,7 @@ def largest_difference(
     return _largest(differences), _largest(relative)
 
 
-def _otherwise(theirs: Sequence[Run], ours: Sequence[Run], whose: str) -> str | None:
+def _otherwise(theirs: Sequence[RunLosses], ours: Sequence[RunLosses], whose: str) -> str | None:
     """Say what differs by any yardstick; None if nothing does."""
     stock = theirs[0]
     for run in ours:
@@ -151,13 +151,13 @@ def _ranks(count: int) -> str:
 
 
 def _steps(
-    run: Run, theirs: Sequence[Run]
+    run: RunLosses, theirs: Sequence[RunLosses]
 ) -> Iterator[tuple[float | None, tuple[float | None, ...]]]:
     return zip(run.losses, zip(*(one.losses for one in theirs), strict=False), strict=False)
 
 
 def _too_far(
-    theirs: Sequence[Run], ours: Sequence[Run], nudged: Sequence[Run], told: str
+    theirs: Sequence[RunLosses], ours: Sequence[RunLosses], nudged: Sequence[RunLosses], told: str
 ) -> str | None:
     """Say where losses lie further apart than rounding and stock's own runs explain."""
     numbers = range(min(len(run.losses) for run in theirs))
@@ -187,7 +187,7 @@ def _too_far(
     return None
 
 
-def _known(runs: Sequence[Run], step: int) -> list[float]:
+def _known(runs: Sequence[RunLosses], step: int) -> list[float]:
     """The losses at a step, of the runs that have one; none where all of them are no number."""
     found = [loss for run in runs for loss in run.losses[step : step + 1] if loss is not None]
     return found if any(map(math.isfinite, found)) else []
@@ -203,7 +203,7 @@ def _spread(some: Sequence[float], others: Sequence[float]) -> float:
     return max((math.inf if one != one else one for one in found), default=0.0)
 
 
-def _drawn_from(theirs: Sequence[Run], ours: Sequence[Run]) -> int | None:
+def _drawn_from(theirs: Sequence[RunLosses], ours: Sequence[RunLosses]) -> int | None:
     for step, of_stock in enumerate(zip(*(run.draws for run in theirs), strict=False)):
         if len(set(of_stock)) > 1:
             return None

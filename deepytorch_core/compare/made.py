@@ -19,7 +19,7 @@ _FILE, _WEIGHTS, _FOLDER, _NOT = "file", "weights", "folder", "not"
 _JOURNAL = ".made-"
 
 
-class Made:
+class MadeFiles:
     """The files that this process and its forks have made; `path in made` says whether they have.
 
     Args:

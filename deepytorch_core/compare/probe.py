@@ -28,7 +28,7 @@ from deepytorch_core.base import config, memory
 from deepytorch_core.base.import_hook import ImportHook
 from deepytorch_core.base.patching import Patches
 from deepytorch_core.compare import workspace
-from deepytorch_core.compare.clock import Clock
+from deepytorch_core.compare.clock import StepClock
 from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
 from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.saves import Saves
@@ -91,7 +91,7 @@ class Probe:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last = plan.steps
         has_clock = plan.is_clocked or plan.is_profiled or plan.seconds
-        self._clock = Clock(seconds=plan.seconds) if has_clock else None
+        self._clock = StepClock(seconds=plan.seconds) if has_clock else None
         self.seams: list[str] = []
 
     def install(self) -> None:
@@ -239,7 +239,7 @@ class Probe:
         if self._steps >= self._last:
             self._leave()
 
-    def _note_end(self, clock: Clock) -> None:
+    def _note_end(self, clock: StepClock) -> None:
         if self._last == self._plan.steps and clock.is_over():
             untimed = UNTIMED_STEPS if self._plan.is_clocked else 0
             self._last = min(self._plan.steps, self._steps + untimed)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepytorch_core.base.errors import CompareError
-from deepytorch_core.compare.losses import Agreement, agreement
+from deepytorch_core.compare.losses import LossAgreement, agreement
 from deepytorch_core.guard.timing import LEAST_GAIN
 
 STOCK = "stock"
@@ -39,7 +39,7 @@ class Sample:
     `tune.stored` knows it, `asked` what `tune.in_force` was asked for; None and empty where no
     group of ours was made. `undecided` are the trials that the steps were too few for: "what" they
     decide, whether they "is_begun", and "after_steps", how many are enough. `clock` is what
-    rank 0's `clock.Clock` recorded, where the plan asked for it; if that was for every step,
+    rank 0's `clock.StepClock` recorded, where the plan asked for it; if that was for every step,
     `block_s` are steady steps.
     """
 
@@ -143,7 +143,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ArmVerdict:
     """An arm against stock.
 
     `speedup` is the ratio of the medians of the runs (stock / arm), `spread` the least and the
@@ -161,7 +161,7 @@ class Verdict:
     word: str
     setup_cost_s: float | None
     peak_bytes: int | None
-    losses: Agreement
+    losses: LossAgreement
 
     def saved_s(self, steps: int, stock_step_s: float) -> float:
         """Seconds that a run of `steps` steps takes less, its one-off cost taken off.
@@ -172,7 +172,7 @@ class Verdict:
         return steps * stock_step_s * (1 - 1 / self.speedup) - cost
 
 
-def judge(samples: Sequence[Sample], arm: str) -> Verdict:
+def judge(samples: Sequence[Sample], arm: str) -> ArmVerdict:
     """Compare the runs of `arm` with those of stock; at least one of each, all in their order."""
     theirs = [sample for sample in samples if sample.arm == STOCK]
     ours = [sample for sample in samples if sample.arm == arm]
@@ -191,7 +191,7 @@ def judge(samples: Sequence[Sample], arm: str) -> Verdict:
     if losses.apart is not None:
         word = OTHERWISE
     peaks = [one.peak_bytes for one in ours if one.peak_bytes is not None]
-    return Verdict(
+    return ArmVerdict(
         arm=arm,
         speedup=speedup,
         spread=(min(ratios), max(ratios)),
@@ -227,7 +227,7 @@ def _has_a_part(sample: Sample) -> bool:
 
 
 def summary(
-    samples: Sequence[Sample], verdicts: Sequence[Verdict], facts: Mapping[str, Any]
+    samples: Sequence[Sample], verdicts: Sequence[ArmVerdict], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything as JSON's types; what is not a number there is None."""
     found: dict[str, Any] = _plain(

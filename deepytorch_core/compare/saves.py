@@ -28,7 +28,7 @@ from deepytorch_core.base.errors import CompareError
 from deepytorch_core.base.import_hook import ImportHook
 from deepytorch_core.base.patching import Patches
 from deepytorch_core.compare import weights, workspace
-from deepytorch_core.compare.made import Made
+from deepytorch_core.compare.made import MadeFiles
 from deepytorch_core.compare.plan import Plan
 
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -73,7 +73,7 @@ class Saves:
         own = os.path.realpath(plan.folder)
         self._scratch = (self._view, self._outside, own, "/dev", "/proc")
         self._moved: set[str] = set()
-        self._made = Made(self._outside)
+        self._made = MadeFiles(self._outside)
 
     @property
     def redirected(self) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.compare.clock import quartiles
-from deepytorch_core.compare.result import STOCK, Sample, Verdict, judge
+from deepytorch_core.compare.result import STOCK, ArmVerdict, Sample, judge
 
 FIRST = "deepytorch"
 """This arm begins with an empty profile and empty caches."""
@@ -90,7 +90,7 @@ def _of_run(name: str, sample: Sample) -> Record:
     }
 
 
-def _losses(runs: Mapping[str, Sequence[Sample]], verdicts: Mapping[str, Verdict]) -> Record:
+def _losses(runs: Mapping[str, Sequence[Sample]], verdicts: Mapping[str, ArmVerdict]) -> Record:
     compared = runs["stock"][0].steps
     every = max(1, compared // MOST_LOSSES)
     numbers = range(0, compared, every)

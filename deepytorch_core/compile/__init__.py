@@ -16,14 +16,14 @@ from deepytorch_core.base import config
 from deepytorch_core.compile import policies, regions
 from deepytorch_core.compile.compilation import Compilation
 from deepytorch_core.compile.fixes import Fix, register_fix
-from deepytorch_core.compile.phases import Trial
+from deepytorch_core.compile.phases import OpenTrial
 from deepytorch_core.compile.policies import AUTO, EAGER, OFF, Policy, register_policy
 
 __all__ = [
     "Compilation",
     "Fix",
+    "OpenTrial",
     "Policy",
-    "Trial",
     "compile",
     "compilation_of",
     "register_fix",
@@ -115,7 +115,7 @@ def undo_all() -> None:
         undo(model)
 
 
-def trials() -> list[Trial]:
+def trials() -> list[OpenTrial]:
     """Return the trials still to be decided for the models that `compile` was given."""
     references = list(_compiled.values())
     known = [one for one in (reference() for reference in references) if one is not None]

@@ -118,7 +118,7 @@ def _host_bytes_left() -> int:
     """Return the bytes left of main memory, on this machine and in this container."""
     machine = topology.discover().memory
     group = cgroup.ControlGroup(cgroup.read_file, "memory")
-    taken = cgroup.Memory.of(group, machine.total_bytes)
+    taken = cgroup.CgroupMemory.of(group, machine.total_bytes)
     left = machine.available_bytes or machine.total_bytes
     return left if taken.limit is None else min(left, taken.limit - taken.used)
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.fx import GraphModule, Node
 
 from deepytorch_core import guard
-from deepytorch_core.compile.graph_facts import Facts
+from deepytorch_core.compile.graph_facts import GraphFacts
 from deepytorch_core.compile.policies import Runner
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -43,7 +43,7 @@ class Border:
     def __init__(
         self,
         graph: GraphModule,
-        facts: Facts,
+        facts: GraphFacts,
         *,
         used: frozenset[int] | None,
         note: Callable[[set[int]], None],
@@ -134,7 +134,7 @@ class Held:
 
     border: Border
     args: list[Any]
-    facts: Facts
+    facts: GraphFacts
     wanted: list[bool] = field(init=False)
     sources: list[Tensor] = field(default_factory=list)
     edges: dict[int, GradientEdge] = field(default_factory=dict)

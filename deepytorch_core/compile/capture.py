@@ -312,7 +312,7 @@ class Capture:
         meets under a dispatch mode is never compiled again, so all runs eagerly here.
         """
         self._num_watched += 1
-        with torch.compiler.set_stance("force_eager"), Watch() as watch:
+        with torch.compiler.set_stance("force_eager"), CaptureWatch() as watch:
             result = self._forward(*args, **kwargs)
         if watch.problem is not None:
             self._give_up(watch.problem)
@@ -448,7 +448,7 @@ class _Attempt:
         return things, [None if one.is_inference() else one._version for one in tensors]
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CaptureWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks for operations that a graph would freeze, or do again where they must not be."""
 
     def __init__(self) -> None:
@@ -456,7 +456,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.problem: str | None = None
         self._assignments = _Assignments()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> CaptureWatch:
         self._assignments.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

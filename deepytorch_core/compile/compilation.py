@@ -43,9 +43,9 @@ from deepytorch_core.compile.graph_trial import GraphTrial
 from deepytorch_core.compile.handover import Handover
 from deepytorch_core.compile.helping import Helping
 from deepytorch_core.compile.kept import Kept
-from deepytorch_core.compile.phases import Phases, Trial
+from deepytorch_core.compile.phases import OpenTrial, Phases
 from deepytorch_core.compile.policies import AUTO, EAGER
-from deepytorch_core.compile.region import CompiledRegion, Readiness, install
+from deepytorch_core.compile.region import CodeReadiness, CompiledRegion, install
 
 EAGER_STEPS = 3
 # The first compiles, the next may compile for other sizes, the last is the first at its speed.
@@ -149,15 +149,15 @@ class Compilation:
         return self._seam is None
 
     @property
-    def trial(self) -> Trial | None:
+    def trial(self) -> OpenTrial | None:
         """How far the measuring is; None before the first step and where it is settled."""
         if self.is_settled or self._number < 0:
             return None
         if self._graph_trial is not None:
-            return Trial(self._what, True, self._number, self._number + 2 * turns.MOST_STEPS)
+            return OpenTrial(self._what, True, self._number, self._number + 2 * turns.MOST_STEPS)
         first = max(self._first, self._number) if self.is_waiting else self._first
         last = first + self._num_untimed + turns.MOST_STEPS
-        return Trial(self._what, bool(self.regions), self._number, last)
+        return OpenTrial(self._what, bool(self.regions), self._number, last)
 
     @property
     def is_waiting(self) -> bool:
@@ -537,7 +537,7 @@ class Compilation:
             self._stop()
 
     def _new_graph_trial(self, **more: Any) -> GraphTrial:
-        more |= {"readiness": Readiness(self.regions)} if self._is_patient else {}
+        more |= {"readiness": CodeReadiness(self.regions)} if self._is_patient else {}
         more |= {"tokens": self._trained_tokens, "switch": self._switch, "ranks": self._ranks}
         return GraphTrial(self._root, **more)
 

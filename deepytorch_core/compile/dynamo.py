@@ -29,7 +29,7 @@ _COMPLAINING = (
 )
 
 
-class Told(Protocol):
+class ToldRegion(Protocol):
     """A region."""
 
     is_cut_by_buckets: bool
@@ -46,14 +46,14 @@ class Told(Protocol):
 
 
 class _Capturing(threading.local):
-    region: Told | None = None
+    region: ToldRegion | None = None
 
 
 _now = _Capturing()
 
 
 @contextlib.contextmanager
-def capturing(region: Told) -> Iterator[None]:
+def capturing(region: ToldRegion) -> Iterator[None]:
     """While open, what torch fails to capture runs eagerly, and `region` is told.
 
     So does what numpy computes: torch would put functions of its own in the place of numpy's, with

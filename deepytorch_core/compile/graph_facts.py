@@ -15,7 +15,7 @@ from deepytorch_core.compile.policies import Runner
 
 
 @dataclass(frozen=True)
-class Facts:
+class GraphFacts:
     """Seen in a call with copies of what it was given.
 
     Attributes:
@@ -37,7 +37,7 @@ class Facts:
     problem: str | None
 
     @classmethod
-    def of(cls, run: Runner, args: Sequence[Any], copies: Any) -> Facts:
+    def of(cls, run: Runner, args: Sequence[Any], copies: Any) -> GraphFacts:
         """Those of the eager graph; `copies` makes arguments that it may write to."""
         with (
             guard.no_saved_tensor_hooks(),
@@ -48,7 +48,7 @@ class Facts:
             return cls._seen(run, args, copies)
 
     @classmethod
-    def _seen(cls, run: Runner, args: Sequence[Any], copies: Any) -> Facts:
+    def _seen(cls, run: Runner, args: Sequence[Any], copies: Any) -> GraphFacts:
         _, passed = copies(args)
         versions = [one._version if isinstance(one, Tensor) else 0 for one in passed]
         before = guard.random_numbers()

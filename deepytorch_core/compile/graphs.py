@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepytorch_core import guard
 from deepytorch_core.compile import border, kernel_timing, passage
 from deepytorch_core.compile.border import Border
-from deepytorch_core.compile.graph_facts import Facts
+from deepytorch_core.compile.graph_facts import GraphFacts
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 
 _TAG = "-repeatable-backward"
@@ -48,7 +48,7 @@ class Settled:
 
 
 @dataclass
-class Made:
+class CompiledGraph:
     """The compiled code of a graph.
 
     Attributes:
@@ -81,7 +81,7 @@ class Graph:
         self,
         graph: GraphModule,
         *,
-        make: Callable[[], Made | None],
+        make: Callable[[], CompiledGraph | None],
         note: Callable[[set[int]], None],
         unusual: Callable[[bool], None],
         tell: Callable[[Settled], None],
@@ -97,7 +97,7 @@ class Graph:
         self._tell = tell
         self._failed = failed
         self._run: Runner | None = None
-        self._facts: Facts | None = None
+        self._facts: GraphFacts | None = None
         self._border: Border | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -140,7 +140,7 @@ class Graph:
     def _look(self, args: Sequence[Any]) -> str | None:
         """Make the border; returns why the graph can't be compiled for all that."""
         try:
-            self._facts = facts = Facts.of(self._graph.forward, args, _copies)
+            self._facts = facts = GraphFacts.of(self._graph.forward, args, _copies)
         except Exception as error:  # tensors of a kind that can't be copied or compared, say
             return f"it can't be checked: {guard.first_line(error)}"
         if facts.problem is not None:
@@ -168,7 +168,7 @@ class Graph:
                     del made.compiled[name]
         return self._graph.forward(*args) if shapes is None else shapes
 
-    def _settle(self, made: Made, args: Sequence[Any]) -> None:
+    def _settle(self, made: CompiledGraph, args: Sequence[Any]) -> None:
         times: dict[str, float] = {}
         chosen = EAGER
         if made.compiled:
@@ -205,7 +205,7 @@ class Graph:
         self._tell(Settled(chosen, times, dropped))
 
 
-def _checked(made: Made, args: Sequence[Any]) -> dict[str, Runner]:
+def _checked(made: CompiledGraph, args: Sequence[Any]) -> dict[str, Runner]:
     """The candidates that compute what the eager graph computes."""
     eager: Runner = made.graph.forward
     state = guard.random_numbers()

@@ -38,7 +38,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Trial:
+class OpenTrial:
     """An open decision about a model.
 
     Attributes:

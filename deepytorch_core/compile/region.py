@@ -45,7 +45,7 @@ from deepytorch_core.compile import (
 from deepytorch_core.compile.ahead import Ahead, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
-from deepytorch_core.compile.sizes import Sizes
+from deepytorch_core.compile.sizes import RegionSizes
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
@@ -68,7 +68,7 @@ _number = 0
 
 
 @dataclass
-class Told:
+class RegionFacts:
     """Facts of a region for the report."""
 
     chosen: dict[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class CompiledRegion:
         hold: Hold | None = None,
     ) -> None:
         self.region = region
-        self.told = Told()
+        self.told = RegionFacts()
         self.failure: str | None = None
         self._policies = policies
         self._budget_s = budget_s
@@ -117,7 +117,7 @@ class CompiledRegion:
         self.num_declined = 0
         """Calls that ran eagerly as their sizes had no graph yet."""
         self._sent: set[Hashable] = set()
-        self._sizes = Sizes(MOST_SIZES)
+        self._sizes = RegionSizes(MOST_SIZES)
         self._num_modules = len(region.modules)
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
@@ -164,7 +164,7 @@ class CompiledRegion:
         self._at_once = True
         # Those of a run that knows from the profile what was prepared: a step's.
         self._num_to_load = self.told.num_compiles, self._num_calls + len(self.region.modules)
-        self.told = Told()
+        self.told = RegionFacts()
         self._num_compiling_calls = 0
         self._compiled = self._compile()
 
@@ -337,7 +337,7 @@ class CompiledRegion:
         key, is_dynamic = Usage.key(graph, places), usage.is_dynamic(inputs)
         context, reference, known = TracingContext.try_get(), weakref.ref(self), self._usage
 
-        def make() -> graphs.Made | None:
+        def make() -> graphs.CompiledGraph | None:
             region, used = reference(), known.of(key, places, is_dynamic=is_dynamic)
             if region is None or used is None:
                 return None
@@ -353,13 +353,15 @@ class CompiledRegion:
             failed=_weakly(self._failed),
         )
 
-    def _made(self, graph: GraphModule, inputs: Sequence[Any], used: frozenset[int]) -> graphs.Made:
+    def _made(
+        self, graph: GraphModule, inputs: Sequence[Any], used: frozenset[int]
+    ) -> graphs.CompiledGraph:
         waiting = held_up.said(self.region.name, self._budget_s)
         with waiting, at_once() if self._at_once else contextlib.nullcontext():
             compiled, dropped = graphs.compile_with(
                 self._policies, graph, inputs, may_try=self._may_try
             )
-        return graphs.Made(graph, compiled, dropped, used)
+        return graphs.CompiledGraph(graph, compiled, dropped, used)
 
     def _is_call_too_long(self) -> bool:
         """Whether the graphs of this call, such as DDP's buckets have cut, have taken too long."""
@@ -428,7 +430,7 @@ class CompiledRegion:
         return torch.compile(own, backend=_Backend(self), dynamic=self._is_dynamic)
 
 
-class Readiness:
+class CodeReadiness:
     """Knows whether all code that a pass needs is there, and none is to be replaced."""
 
     def __init__(self, regions: Sequence[CompiledRegion]) -> None:

@@ -11,7 +11,7 @@ import torch
 _MOST_SEEN = 256
 
 
-class Sizes:
+class RegionSizes:
     """Those of one region.
 
     Args:

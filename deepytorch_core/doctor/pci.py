@@ -15,7 +15,7 @@ _FOLDER = "sys/bus/pci/devices"
 
 
 @dataclass(frozen=True)
-class Link:
+class PciLink:
     """A device's link: transfers per second in GT/s and lanes, now and at most; 0 is unknown.
 
     `slot_speed` and `slot_width` are the most of the port above.
@@ -59,12 +59,12 @@ def above(machine: Machine, address: str) -> list[str]:
     return [part for part in path.parts[:-1] if _ADDRESS.fullmatch(part)]
 
 
-def link(machine: Machine, address: str, kind: str) -> Link:
+def link(machine: Machine, address: str, kind: str) -> PciLink:
     """The link of a device; numbers that sysfs does not say are 0."""
     device = machine.path(f"{_FOLDER}/{address}")
     bridges = above(machine, address)
     port = machine.path(f"{_FOLDER}/{bridges[-1]}") if bridges else None
-    return Link(
+    return PciLink(
         address=address,
         kind=kind,
         speed=_leading(_read(device / "current_link_speed")),

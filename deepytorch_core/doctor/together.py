@@ -27,7 +27,7 @@ _HERE_LIMIT_S = 60.0
 _STEP_LIMIT_S = 20.0
 
 
-class Job:
+class LaunchedJob:
     """The ranks that the launcher started, joined by their store.
 
     Raises RuntimeError when rank 0 can't be reached within a minute.

@@ -30,7 +30,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Pair:
+class GpuPair:
     """Copies from one GPU to another: GB/s directly and by way of the host, and whether the bytes
     were right; `can_access` is what the driver says of peer access."""
 
@@ -69,7 +69,7 @@ class TorchFacts:
     adapter_error: str = ""
     cuda_error: str = ""
     devices: tuple[Device, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
     doing: str = ""
     stuck_s: float = 0.0
     error: str = ""
@@ -133,7 +133,7 @@ def parse(said: str, *, error: str, in_time: bool) -> TorchFacts:
             continue
         begun_at = found.pop("begun_at", begun_at)
         if "pair" in found:
-            pairs.append(Pair(**found["pair"]))
+            pairs.append(GpuPair(**found["pair"]))
         elif "devices" in found:
             facts["devices"] = tuple(Device(**device) for device in found["devices"])
         else:

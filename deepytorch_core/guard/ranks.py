@@ -84,7 +84,7 @@ class Ranks:
             return Question(what, value, None)
         store, name = self._store(), f"deepytorch/guard/{self._what}"
         try:
-            asked = agreement.Question(
+            asked = agreement.StoreQuestion(
                 agreement.numbered(store, name, self.rank),
                 rank=self.rank,
                 size=self.size,
@@ -107,7 +107,7 @@ class Ranks:
 class Question:
     """A question to all ranks; made by `Ranks.ask`."""
 
-    def __init__(self, what: str, value: Any, asked: agreement.Question | None) -> None:
+    def __init__(self, what: str, value: Any, asked: agreement.StoreQuestion | None) -> None:
         self._what, self._value, self._asked = what, value, asked
 
     def answers(self) -> list[Any] | None:

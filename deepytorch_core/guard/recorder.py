@@ -28,7 +28,7 @@ class NotCapturedError(Exception):
     """Why a call can't become CUDA graphs."""
 
 
-class Graph(Protocol):
+class RecordedGraph(Protocol):
     """A recorded graph."""
 
     def replay(self) -> None:
@@ -36,7 +36,7 @@ class Graph(Protocol):
 
 
 # Torch's allocator of pinned memory still asks these whether a stream is theirs.
-_spoiled: list[Graph] = []
+_spoiled: list[RecordedGraph] = []
 
 
 class Recorder:
@@ -107,7 +107,7 @@ class Recorder:
         finally:  # a pass that failed may still run, in memory that others get from here on
             outer.wait_stream(self._stream)
 
-    def record(self, run: Callable[[], _Result]) -> tuple[Graph, _Result]:
+    def record(self, run: Callable[[], _Result]) -> tuple[RecordedGraph, _Result]:
         """A graph of what `run` launches, and its result, whose tensors every replay fills.
 
         Raises whatever `run` and CUDA raise; nothing is left in the capture then.
@@ -149,7 +149,7 @@ class Recorder:
         """Whether everybody has given back in time so far."""
         return not self._borrowed.is_overdue
 
-    def keep(self, graphs: Iterable[Graph]) -> None:
+    def keep(self, graphs: Iterable[RecordedGraph]) -> None:
         """From now on memory of these may be lent: they stay as long as somebody has some of it."""
         self._borrowed.keep(graphs)
 

@@ -15,7 +15,7 @@ _TAIL = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class HungJob:
     """The processes on this node that belong together, by the job's name."""
 
     name: str
@@ -32,7 +32,7 @@ class Job:
         return [rank for rank in range(self.world_size) if rank not in here]
 
 
-def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[Job]:
+def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[HungJob]:
     """The jobs on this node: all, those that these processes are of, or the one called `name`.
 
     A process that a rank has started (a data loader's worker), or that has started ranks, is of
@@ -48,7 +48,7 @@ def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[Job
             one = record.read(pid)
             found.setdefault(_name(one), []).append(one)
     return [
-        Job(job, tuple(sorted(members, key=lambda one: one.rank)))
+        HungJob(job, tuple(sorted(members, key=lambda one: one.rank)))
         for job, members in sorted(found.items())
         if (wanted is None or job in wanted) and name in (None, job)
     ]

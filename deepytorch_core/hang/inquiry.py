@@ -44,7 +44,7 @@ _TOKEN = re.compile(r"[0-9a-f]{1,32}")
 
 
 @dataclass(frozen=True)
-class Question:
+class EvidenceRequest:
     """A question to a process, and how it is asked: FIRST, AGAIN or GENTLY.
 
     `until` is on the system's monotonic clock: later nobody waits for the answer.
@@ -77,12 +77,12 @@ class Desk:
         """Whether questions are taken."""
         return bool(self._descriptors)
 
-    def wait(self, seconds: float) -> list[Question]:
+    def wait(self, seconds: float) -> list[EvidenceRequest]:
         """The questions that came in, each noted as taken; sooner than `seconds` if there are."""
         if not self._descriptors:
             return []
         reading = self._descriptors[0]
-        found: list[Question] = []
+        found: list[EvidenceRequest] = []
         poll = select.poll()
         poll.register(reading, select.POLLIN)
         if not poll.poll(1e3 * seconds):
@@ -94,7 +94,7 @@ class Desk:
                 found.append(question)
         return found
 
-    def reply(self, question: Question, ranks: Sequence[Rank], *, problem: str = "") -> None:
+    def reply(self, question: EvidenceRequest, ranks: Sequence[Rank], *, problem: str = "") -> None:
         """Write what is known of other nodes' ranks, or why they could not be asked."""
         texts = [evidence.to_json(one) for one in ranks]
         self._write({"token": question.token, "ranks": texts, "problem": problem})
@@ -133,29 +133,29 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _question(line: bytes) -> Question | None:
+def _question(line: bytes) -> EvidenceRequest | None:
     try:
         token, how, until = line.decode().split()
-        found = Question(token, how, float(until))
+        found = EvidenceRequest(token, how, float(until))
     except ValueError:  # a call to wake up, or none of ours
         return None
     return found if _TOKEN.fullmatch(token) and how in (FIRST, AGAIN, GENTLY) else None
 
 
 @dataclass(frozen=True)
-class Answer:
+class EvidenceReply:
     """The other nodes' words: evidence of their ranks, or `problem`: why there is none."""
 
     ranks: tuple[Rank, ...] = ()
     problem: str = ""
 
-    def newer_than(self, earlier: Answer) -> Answer:
+    def newer_than(self, earlier: EvidenceReply) -> EvidenceReply:
         """This one, with what an earlier one says of ranks of which this one knows nothing."""
         newer = {one.rank: one for one in self.ranks if one.process != evidence.MISSING}
-        return Answer(tuple(newer.get(one.rank, one) for one in earlier.ranks), self.problem)
+        return EvidenceReply(tuple(newer.get(one.rank, one) for one in earlier.ranks), self.problem)
 
 
-def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> Answer:
+def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> EvidenceReply:
     """Ask what ranks on other nodes do, by the first of these processes that takes the question.
 
     It takes at most `limit_s` seconds and raises nothing.
@@ -195,14 +195,14 @@ def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> 
                 os.close(one.descriptor)
                 taken, next_turn = False, 0.0
             if not asked and not waiting:
-                return Answer(problem="no process of this node listens for other nodes")
+                return EvidenceReply(problem="no process of this node listens for other nodes")
             time.sleep(_POLL_S)
     finally:
         for one in asked:
             os.close(one.descriptor)
     if taken:
-        return Answer(problem=f"the job's store did not answer within {limit_s:g} s")
-    return Answer(
+        return EvidenceReply(problem=f"the job's store did not answer within {limit_s:g} s")
+    return EvidenceReply(
         problem=f"no rank of this node took the question within {limit_s:g} s: they are stopped, "
         "or something holds their GIL"
     )
@@ -267,10 +267,10 @@ def _read(descriptor: int, token: str) -> list[dict[str, object]]:
     return found
 
 
-def _answer(answer: dict[str, object]) -> Answer:
+def _answer(answer: dict[str, object]) -> EvidenceReply:
     texts = answer["ranks"]
     ranks = []
     for text in texts if isinstance(texts, list) else []:
         with contextlib.suppress(ValueError):
             ranks.append(evidence.from_json(str(text)))
-    return Answer(tuple(ranks), str(answer.get("problem", "")))
+    return EvidenceReply(tuple(ranks), str(answer.get("problem", "")))

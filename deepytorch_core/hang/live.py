@@ -81,7 +81,7 @@ class _Home:
     job: str
     over: threading.Event = dataclasses.field(default_factory=threading.Event)
     desk: inquiry.Desk | None = None
-    watch: waiting.Watch | None = None
+    watch: waiting.HangWatch | None = None
     thread: unlisted.Thread | None = None
 
     def begin(self) -> None:
@@ -90,7 +90,7 @@ class _Home:
             return
         self.over.clear()
         if self.watch is None:
-            self.watch = waiting.Watch(self.job, self.rank, asks=self.can_ask)
+            self.watch = waiting.HangWatch(self.job, self.rank, asks=self.can_ask)
         # Whether a store of the program's own may be asked by another thread is not known.
         served = self.store is not None and stores.is_torchs(self.store)
         if not served or self.thread is not None or _is_on_one_node():
@@ -502,7 +502,9 @@ def _listen(home: _Home) -> None:
 class _Inquiry:
     """A question from outside, while the other nodes are being asked."""
 
-    def __init__(self, home: _Home, own: Any, question: inquiry.Question, silent: set[int]) -> None:
+    def __init__(
+        self, home: _Home, own: Any, question: inquiry.EvidenceRequest, silent: set[int]
+    ) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
         self.is_over = False
@@ -521,10 +523,8 @@ class _Inquiry:
             for rank in range(home.size)
         }
         asked = {rank for rank, node in self._nodes.items() if node not in ("", _node())}
-        self._awaited = {
-            self._nodes[rank]
-            for rank in (asked - silent if question.how == inquiry.AGAIN else asked)
-        }
+        awaited = asked - silent if question.how == inquiry.AGAIN else asked
+        self._awaited = {self._nodes[rank] for rank in awaited}
         self._until = time.monotonic() + inquiry.ANSWER_LIMIT_S
 
     def look(self) -> None:

@@ -32,7 +32,7 @@ _LEAST_PAUSE_S = 0.1
 _STACKS_LIMIT_S = 2.0
 
 
-class Watch:
+class HangWatch:
     """The thread of one job, from now until `stop`.
 
     Args:
@@ -139,10 +139,10 @@ def _is_issued(operation: Operation) -> bool:
     return operation.state == evidence.ISSUED and on_device
 
 
-def _all_ranks(job: collect.Job, *, asks: bool) -> tuple[list[Rank], str]:
+def _all_ranks(job: collect.HungJob, *, asks: bool) -> tuple[list[Rank], str]:
     """Evidence of every rank, and why the other nodes' could not be had."""
     elsewhere = job.elsewhere()
-    answer = inquiry.Answer()
+    answer = inquiry.EvidenceReply()
     if elsewhere and asks:
         answer = inquiry.ask([one.pid for one in job.records], how=inquiry.GENTLY)
     local = collect.ranks(job.records, stacks_limit_s=_STACKS_LIMIT_S, gently=True)

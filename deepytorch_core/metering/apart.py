@@ -50,7 +50,7 @@ _END_LIMIT_S = 0.5
 _STEPPED, _SURE, _SAID = "stepped", "sure", "said"
 
 
-class Watch:
+class ApartWatch:
     """Knowledge of one default group's training on this rank. A step costs below 1 us.
 
     Not thread-safe, but for `end`, which comes once.
@@ -219,7 +219,7 @@ class Watch:
         say(f"whether ranks train apart is not known: {error}", level="debug")
 
 
-_watch = Watch()
+_watch = ApartWatch()
 _is_at_exit = False
 
 
@@ -231,7 +231,7 @@ def stepped(optimizer: Any) -> None:
 def pause() -> None:
     """Steps and collectives that follow are not seen."""
     global _watch
-    _watch = Watch(_watch._generation)
+    _watch = ApartWatch(_watch._generation)
 
 
 def install(c10d: ModuleType, patches: Patches) -> None:
@@ -276,7 +276,7 @@ def install_graphs(graphs: ModuleType, patches: Patches) -> None:
 
 def _end() -> None:
     global _watch
-    ended, _watch = _watch, Watch(_watch._generation + 1)
+    ended, _watch = _watch, ApartWatch(_watch._generation + 1)
     ended.end()
 
 
@@ -341,7 +341,7 @@ def _are_connected_otherwise() -> bool:
 def _begin_anew() -> None:
     """In a forked child."""
     global _watch
-    _watch = Watch()
+    _watch = ApartWatch()
 
 
 os.register_at_fork(after_in_child=_begin_anew)

@@ -233,7 +233,7 @@ def _judge(store: Any, plan: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLinks:
     """The pairs of nodes that were measured, why others were not, and whether all have RDMA."""
 
     links: tuple[links.Link, ...]
@@ -241,7 +241,7 @@ class Measured:
     by_rdma: bool
 
 
-def measured(store: Any) -> Measured:
+def measured(store: Any) -> MeasuredLinks:
     """On rank 0, after `together` with the same store: what that went by.
 
     Raises RuntimeError or ValueError where it came to nothing.
@@ -251,7 +251,7 @@ def measured(store: Any) -> Measured:
         json.loads(_wait(store, f"result/{number}", _RESULT_LIMIT_S))
         for number in range(len(plan["pairs"]))
     ]
-    return Measured(
+    return MeasuredLinks(
         links=tuple(links.Link.from_dict(one["link"]) for one in results if "link" in one),
         errors=tuple(one["error"] for one in results if "error" in one),
         by_rdma=plan["rdma"],

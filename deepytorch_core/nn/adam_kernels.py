@@ -32,7 +32,7 @@ _TYPES: Mapping[torch.dtype, Any] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """How the work is cut up.
 
     Attributes:
@@ -226,7 +226,7 @@ def launch(
     is_maximized: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    shape: Shape,
+    shape: LaunchShape,
 ) -> None:
     """Update what a table says, on the current device and stream.
 

@@ -1,7 +1,7 @@
 """Kernels swapped in for a model's own: where they compute the same, and only while they pay.
 
-A `Place` is where something may be swapped (all RMSNorms of a size, the loss, the optimizer), a
-`Kernel` what may come there. Both are found in registries, one file each in
+A `KernelPlace` is where something may be swapped (all RMSNorms of a size, the loss, the optimizer),
+a `Kernel` what may come there. Both are found in registries, one file each in
 `deepytorch_core/nn/swaps`. A kernel is tried on a copy of the place, forward and backward, never on
 the model itself: `deepytorch_core.guard` compares results and times on all ranks, and what it keeps
 is applied to the model. Everything can be undone.
@@ -32,7 +32,7 @@ Undo = Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class KernelSetting:
     """The conditions that a training runs with.
 
     Args:
@@ -58,7 +58,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Probe:
+class KernelProbe:
     """A copy to try kernels on.
 
     Args:
@@ -75,7 +75,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class KernelPlace:
     """A place where a kernel may come in.
 
     Args:
@@ -90,7 +90,7 @@ class Place:
     kind: str
     what: str
     targets: tuple[Any, ...]
-    probe: Callable[[], Probe]
+    probe: Callable[[], KernelProbe]
     saves_memory: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -101,16 +101,16 @@ class Kernel(ABC):
     kind: str
     name: str
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         """Why it can't serve here, or None; asks nothing that takes time."""
         return None
 
     @abstractmethod
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         """Put it in; returns what takes it out again. May raise and leave nothing behind."""
 
 
-Finder = Callable[[Setting], Iterable[Place]]
+Finder = Callable[[KernelSetting], Iterable[KernelPlace]]
 _finders: dict[str, Finder] = {}
 _kernels: dict[str, Kernel] = {}
 
@@ -140,7 +140,7 @@ class Swapped:
         self.names: dict[str, str] = {}
         self._undo = contextlib.ExitStack()
 
-    def add(self, place: Place, kernel: Kernel, setting: Setting) -> None:
+    def add(self, place: KernelPlace, kernel: Kernel, setting: KernelSetting) -> None:
         for target in place.targets:
             self._undo.callback(kernel.apply(target, setting))
         self.names[place.what] = kernel.name
@@ -151,7 +151,7 @@ class Swapped:
         self.names.clear()
 
 
-def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
+def apply_kernels(setting: KernelSetting, mode: str = "auto") -> Swapped:
     """Find the places of a setting, and swap in what is exact and pays.
 
     The choice is this rank's own. The model is not run and no random number of the training's is
@@ -182,7 +182,7 @@ def apply_kernels(setting: Setting, mode: str = "auto") -> Swapped:
     return swapped
 
 
-def _able(place: Place, setting: Setting) -> list[Kernel]:
+def _able(place: KernelPlace, setting: KernelSetting) -> list[Kernel]:
     """The kernels that can serve; the others are reported."""
     able: list[Kernel] = []
     dropped: dict[str, str] = {}
@@ -199,7 +199,9 @@ def _able(place: Place, setting: Setting) -> list[Kernel]:
     return able
 
 
-def _chosen(place: Place, kernels: list[Kernel], setting: Setting, mode: str) -> Kernel | None:
+def _chosen(
+    place: KernelPlace, kernels: list[Kernel], setting: KernelSetting, mode: str
+) -> Kernel | None:
     problem, probe = None, None
     try:
         probe = place.probe()
@@ -234,7 +236,7 @@ def _chosen(place: Place, kernels: list[Kernel], setting: Setting, mode: str) ->
     return next((kernel for kernel in kernels if kernel.name == name), None)
 
 
-def _candidate(kernel: Kernel, probe: Probe, setting: Setting) -> Candidate:
+def _candidate(kernel: Kernel, probe: KernelProbe, setting: KernelSetting) -> Candidate:
     undos: list[Undo] = []
 
     def undo() -> None:
@@ -244,7 +246,7 @@ def _candidate(kernel: Kernel, probe: Probe, setting: Setting) -> Candidate:
     return Candidate(kernel.name, lambda: undos.append(kernel.apply(probe.target, setting)), undo)
 
 
-def _first_exact(place: Place, candidates: list[Candidate], trial: Trial) -> str:
+def _first_exact(place: KernelPlace, candidates: list[Candidate], trial: Trial) -> str:
     """The first candidate that computes the same; nothing is measured."""
     stock = _results(trial)
     dropped: dict[str, str] = {}
@@ -271,7 +273,9 @@ def _results(trial: Trial) -> tuple[Any, list[torch.Tensor | None]]:
         return outputs, [parameter.grad for parameter in trial.module.parameters()]
 
 
-def _measured(place: Place, candidates: list[Candidate], trial: Trial, setting: Setting) -> str:
+def _measured(
+    place: KernelPlace, candidates: list[Candidate], trial: Trial, setting: KernelSetting
+) -> str:
     facts = {
         "autocast": str(setting.autocast),
         "device": setting.device.type,

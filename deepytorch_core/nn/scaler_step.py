@@ -33,7 +33,7 @@ _optimizers = weakref.WeakKeyDictionary()
 _patches = Patches()
 
 
-class Handle:
+class ScalerHandle:
     """Has scalers hand `optimizer`, one of torch's, what they found, until `remove`.
 
     Args:

@@ -40,7 +40,7 @@ _PARAMETERS = ("algorithm", "chunk_bytes", "channels", "threads", "delegated")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """One collective of `bytes`, as nccl-tests counts them: over all ranks' shares where ranks have
     shares. Raises BenchError, listing what is valid."""
 
@@ -73,7 +73,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A plan that was tried: median time and quartiles in microseconds; `speedup` is the stock
     backend's time (gloo's, on GPUs NCCL's) over this one's, None where that was not tried.
     `channels` of `threads` are a GPU kernel's grid, 0 on the host; of cpu_reduce, each rank's
@@ -101,7 +101,7 @@ class DeviceAnswer:
     measured_bytes: int
     algorithm: str
     reason: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlanCandidate, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Answer:
     reason: str
     source: str
     measured_bytes: int | None
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlanCandidate, ...]
     devices: tuple[DeviceAnswer, ...] = ()
     emulated: dict[str, Any] | None = None
     between_nodes: BetweenNodes | None = None
@@ -133,7 +133,7 @@ class Answer:
         return dataclasses.asdict(self)
 
 
-def ask(question: Question) -> Answer:
+def ask(question: PlanQuestion) -> Answer:
     """Starts the ranks, lets them run the collective once, and reads what the tuner decided.
 
     Raises RuntimeError: RankError when a rank fails, EmulationError where nodes can't be emulated.
@@ -187,7 +187,9 @@ def _device_plans(profile: Path | None) -> Sequence[Mapping[str, Any]]:
 
 
 def answer(
-    question: Question, plans: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]
+    question: PlanQuestion,
+    plans: Sequence[Mapping[str, Any]],
+    calls: Sequence[Mapping[str, Any]],
 ) -> Answer:
     """Answer the question from `_core.plans()` and `_core.statistics()` of rank 0."""
     share = question.bytes // _shares(question.op, question.world_size)
@@ -223,7 +225,7 @@ def answer(
 
 
 def device_answers(
-    question: Question, plans: Sequence[Mapping[str, Any]]
+    question: PlanQuestion, plans: Sequence[Mapping[str, Any]]
 ) -> tuple[DeviceAnswer, ...]:
     """Answer the question from `_core.device_plans()`, for each kind of group they are of."""
     found = []
@@ -245,11 +247,11 @@ def device_answers(
     return tuple(found)
 
 
-def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
+def _candidates(plan: Mapping[str, Any]) -> tuple[PlanCandidate, ...]:
     times = plan["candidates"]
     stock = next((time["median_us"] for time in times if time["algorithm"] == "delegate"), None)
     return tuple(
-        Candidate(
+        PlanCandidate(
             algorithm=time["algorithm"],
             chunk_bytes=time["chunk_bytes"],
             channels=time["channels"],
@@ -265,7 +267,7 @@ def _candidates(plan: Mapping[str, Any]) -> tuple[Candidate, ...]:
 
 
 def run_once(
-    rank: int, world_size: int, question: Question
+    rank: int, world_size: int, question: PlanQuestion
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """A rank's part: carries the collective out once, on zeros.
 

@@ -31,9 +31,9 @@ from deepytorch_core.bench.forecast import (
     FLAT,
     HIERARCHICAL,
     OPERATIONS,
+    JobShape,
     Model,
     Point,
-    Shape,
     error_of,
     fit,
 )
@@ -80,10 +80,10 @@ class _Place:
     def schedule(self, carrier: str) -> str:
         return HIERARCHICAL if self.nodes > 1 and carrier == _NATIVE else FLAT
 
-    def shape(self, count: int) -> Shape:
+    def shape(self, count: int) -> JobShape:
         """Return the shape of so many nodes or, on one, of ranks that each have their own link."""
         local = self.ranks_per_node if self.nodes > 1 else 1
-        return Shape(nodes=count, ranks=count * local, leaving=1)
+        return JobShape(nodes=count, ranks=count * local, leaving=1)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _LEAST_LAG_US = 100.0
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One operation of one group, by the algorithm that carried it out and the reason for it."""
 
     group: str
@@ -74,7 +74,7 @@ class Report:
 
     active: bool
     options: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
     decisions: tuple[dict[str, Any], ...]
     native_calls: int
     delegated_calls: int
@@ -103,7 +103,7 @@ class Report:
             return cls(
                 **{
                     **given,
-                    "rows": tuple(Row(**row) for row in saved["rows"]),
+                    "rows": tuple(SummaryRow(**row) for row in saved["rows"]),
                     "waiting": tuple(Waiting(**one) for one in saved.get("waiting", ())),
                     "starts": tuple(Starts(**one) for one in saved.get("starts", ())),
                     "decisions": tuple(saved.get("decisions", ())),
@@ -262,11 +262,11 @@ def _microseconds(time_us: float) -> str:
     return f"{time_us:.0f} us" if time_us >= 100 else f"{time_us:.1f} us"
 
 
-def _merged(statistics: list[dict[str, Any]]) -> tuple[Row, ...]:
+def _merged(statistics: list[dict[str, Any]]) -> tuple[SummaryRow, ...]:
     """One row for a group's name, though several groups may have had it, one after the other."""
-    merged: dict[tuple[str, str, str, str], Row] = {}
+    merged: dict[tuple[str, str, str, str], SummaryRow] = {}
     for entry in statistics:
-        row = Row(**entry)
+        row = SummaryRow(**entry)
         key = (row.group, row.op, row.algorithm, row.reason)
         other = merged.get(key)
         if other is not None:
@@ -280,7 +280,7 @@ def _merged(statistics: list[dict[str, Any]]) -> tuple[Row, ...]:
     return tuple(merged[key] for key in sorted(merged))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: SummaryRow) -> tuple[str, ...]:
     per_call_ms = row.time_us / max(1, row.calls) / 1e3
     return (
         row.group,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 
 from deepytorch_core.testing.nursery import Worker
-from deepytorch_core.testing.worker import FunctionRef, Outcome
+from deepytorch_core.testing.worker import CallOutcome, FunctionRef
 
 _DUMP_S = 3.0  # how long a stuck worker may take to write its stacks
 
@@ -59,7 +59,7 @@ class Failures:
     def __bool__(self) -> bool:
         return bool(self._exceptions)
 
-    def add_exception(self, rank: int, outcome: Outcome) -> None:
+    def add_exception(self, rank: int, outcome: CallOutcome) -> None:
         error: BaseException = RuntimeError(outcome.summary)
         if outcome.payload is not None:
             # An exception class of a module that only the worker imported: its text must do.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from deepytorch_core.testing import pool
-from deepytorch_core.testing.worker import STORE_HOST, Call, Place
+from deepytorch_core.testing.worker import STORE_HOST, RankCall, RankPlace
 
 
 class ForkedProgram:
@@ -47,14 +47,14 @@ class ForkedProgram:
             raise ValueError(f"not python -m MODULE: {' '.join(command)}")
         self._folder = tempfile.TemporaryDirectory(prefix="deepytorch-forked-")
         self._worker = pool.nursery().start(
-            Place(0, 1, STORE_HOST),
+            RankPlace(0, 1, STORE_HOST),
             Path(self._folder.name, "stacks"),
             variables={},
             namespace=namespace,
         )
         self.pid = self._worker.pid
         self.returncode: int | None = None
-        call = Call(
+        call = RankCall(
             store_port=0,
             function=pool.reference(_run),
             payload=pickle.dumps(((words, str(log), dict(env)), {})),

@@ -80,7 +80,7 @@ class Nursery:
 
     def start(
         self,
-        place: worker.Place,
+        place: worker.RankPlace,
         stacks_path: Path,
         *,
         variables: Mapping[str, str],
@@ -249,7 +249,7 @@ def _become_worker(
             TORCHELASTIC_RESTART_COUNT="0",
             **request["variables"],
         )
-        place = worker.Place(rank, world_size, request["store_host"])
+        place = worker.RankPlace(rank, world_size, request["store_host"])
         worker.serve(descriptor, place, request["stacks"])
     except worker.UncaughtError:
         raise

@@ -20,7 +20,7 @@ from deepytorch_core.base import config, stores
 from deepytorch_core.testing.emulation import Placement
 from deepytorch_core.testing.failures import Failures
 from deepytorch_core.testing.nursery import READ_LATER, Nursery, Worker
-from deepytorch_core.testing.worker import STORE_HOST, Call, FunctionRef, Outcome, Place
+from deepytorch_core.testing.worker import STORE_HOST, CallOutcome, FunctionRef, RankCall, RankPlace
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -54,7 +54,7 @@ class Pool:
         for rank in range(world_size):
             self._workers.append(
                 nursery.start(
-                    Place(rank, world_size, self._store_host),
+                    RankPlace(rank, world_size, self._store_host),
                     self._folder / f"stacks-{rank}",
                     variables={**variables, **_local_variables(rank, world_size, placement)},
                     namespace=None if placement is None else placement.namespace(rank),
@@ -84,7 +84,7 @@ class Pool:
         # One for each call: env:// has no prefix of its own, so a second group would find the keys
         # of the first, such as addresses at which nobody listens any more.
         self._store = self._serve_store()
-        call = Call(
+        call = RankCall(
             store_port=self._store.port,
             function=function,
             payload=payload,
@@ -147,11 +147,11 @@ def _local_variables(rank: int, world_size: int, placement: Placement | None) ->
     }
 
 
-def _receive(worker: Worker) -> Outcome | None:
+def _receive(worker: Worker) -> CallOutcome | None:
     try:
         if not worker.connection.poll():
             return None
-        outcome: Outcome = pickle.loads(worker.connection.recv_bytes())
+        outcome: CallOutcome = pickle.loads(worker.connection.recv_bytes())
     except (EOFError, OSError):
         return None
     return outcome

@@ -1,6 +1,6 @@
 """The child side of `spawn_ranks`: a process that is one rank, for many calls.
 
-A worker is started with a socket to its parent and serves one `Call` after the other, so that a
+A worker is started with a socket to its parent and serves one `RankCall` after the other, so that a
 test pays for `import torch` once per pool and not once per test. What a call left behind is
 cleaned up before its result is sent; a worker whose call failed serves no other.
 """
@@ -51,7 +51,7 @@ class FunctionRef:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """One call of a function on one rank; `payload` is the pickled `(args, kwargs)`."""
 
     store_port: int
@@ -62,7 +62,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """The result of a call: a pickled value, or a pickled exception (if it can be) and text."""
 
     ok: bool
@@ -76,7 +76,7 @@ class UncaughtError(Exception):
 
 
 @dataclass
-class Place:
+class RankPlace:
     """This process's identity, and the store its current call shares with the other ranks."""
 
     rank: int
@@ -86,7 +86,7 @@ class Place:
     store: Store | None = None
 
 
-_place: Place | None = None
+_place: RankPlace | None = None
 
 
 def rank_store(name: str) -> Store:
@@ -143,7 +143,7 @@ def _load_module(ref: FunctionRef) -> ModuleType:
     return module
 
 
-def _run(call: Call) -> Outcome:
+def _run(call: RankCall) -> CallOutcome:
     assert _place is not None
     _place.store_port, _place.store = call.store_port, None
     os.environ.update(MASTER_PORT=str(call.store_port))  # noqa: TID251  nothing is read
@@ -159,21 +159,21 @@ def _run(call: Call) -> Outcome:
         payload = pickle.dumps(result)
         _leave_gloo_together()
         _clean_up()
-        return Outcome(ok=True, payload=payload)
+        return CallOutcome(ok=True, payload=payload)
     except UncaughtError:
         raise
     except BaseException as error:
         return _failure(error)
 
 
-def _failure(error: BaseException) -> Outcome:
+def _failure(error: BaseException) -> CallOutcome:
     summary = "".join(traceback.format_exception_only(error)).strip()
     try:
         payload: bytes | None = pickle.dumps(error)
         pickle.loads(payload or b"")
     except Exception:
         payload = None  # the text below still says everything
-    return Outcome(ok=False, payload=payload, summary=summary, traceback=_traceback_of(error))
+    return CallOutcome(ok=False, payload=payload, summary=summary, traceback=_traceback_of(error))
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -184,7 +184,7 @@ def _traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
 
 
-def _init_process_group(call: Call) -> None:
+def _init_process_group(call: RankCall) -> None:
     import torch.distributed as dist
 
     assert _place is not None
@@ -243,7 +243,7 @@ def _clean_up() -> None:
     config.set_current(None)
 
 
-def serve(descriptor: int, place: Place, stacks_path: str) -> None:
+def serve(descriptor: int, place: RankPlace, stacks_path: str) -> None:
     """Serve calls from the socket `descriptor` until the parent closes it or dies.
 
     Raises UncaughtError where a call did.
@@ -255,7 +255,7 @@ def serve(descriptor: int, place: Place, stacks_path: str) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     connection = Connection(descriptor)
-    calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     while True:
         outcome = _run(calls.get())
@@ -265,7 +265,7 @@ def serve(descriptor: int, place: Place, stacks_path: str) -> None:
         connection.send_bytes(pickle.dumps(outcome))
 
 
-def _receive(connection: Connection, calls: queue.SimpleQueue[Call]) -> None:
+def _receive(connection: Connection, calls: queue.SimpleQueue[RankCall]) -> None:
     # In its own thread so that a worker busy in a call still notices the end of its parent.
     while True:
         try:

@@ -43,7 +43,7 @@ _NVLINK_GBPS = (
 
 
 @dataclass(frozen=True)
-class Group:
+class NumaGroup:
     """The devices at one NUMA node; `node` is None for those of which the machine does not say.
 
     `bridges` are the GPUs by bridge of the processor, each of these by switch.
@@ -87,7 +87,7 @@ class Links:
         return f"{self.speed}, {self.meaning}"
 
 
-def groups(topology: Topology) -> list[Group]:
+def groups(topology: Topology) -> list[NumaGroup]:
     """The NUMA nodes that have CPUs or devices, and what could not be placed."""
     nodes: list[NumaNode | None] = list(topology.numa_nodes)
     # With one node there is no doubt where a device is, whatever the firmware says.
@@ -102,7 +102,7 @@ def groups(topology: Topology) -> list[Group]:
     found = []
     for node in nodes:
         index = node.index if node is not None else -1
-        group = Group(
+        group = NumaGroup(
             node=node,
             bridges=_tree([gpu for gpu in topology.gpus if place(gpu.numa_node) == index]),
             nics=tuple(nic for nic in _real(topology) if place(nic.numa_node) == index),

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
-from deepytorch_core.tune.search import Trial
+from deepytorch_core.tune.search import TuningTrial
 
 ROUNDS = 3
 LEAST_WINS = 2
 LEAST_GAIN = 0.03
 """How much faster a step must be in the median, as a share of the winner's time."""
 
-Rounds = Sequence[Mapping[Setting, Trial]]
+Rounds = Sequence[Mapping[Setting, TuningTrial]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Confirmation:
 
     winner: Setting
     single_layer: Setting | None
-    trials: Mapping[Setting, tuple[Trial, ...]]
+    trials: Mapping[Setting, tuple[TuningTrial, ...]]
     kept: Setting
     reason: str
 
@@ -70,7 +70,7 @@ class Confirmation:
 
 def confirm(
     setting: Setting,
-    measure: Callable[[Setting], Trial],
+    measure: Callable[[Setting], TuningTrial],
     single_layer: Setting | None = None,
 ) -> Confirmation:
     """Run `setting`, `single_layer` if given, and the defaults in turns, and judge.
@@ -78,7 +78,7 @@ def confirm(
     One that fails takes part no more; without the defaults or without any other the rounds end.
     """
     contestants = [DEFAULTS, setting, *([] if single_layer is None else [single_layer])]
-    rounds: list[dict[Setting, Trial]] = []
+    rounds: list[dict[Setting, TuningTrial]] = []
     failed: dict[Setting, str] = {}
     for number in range(ROUNDS):
         still = [one for one in contestants if one not in failed]
@@ -152,5 +152,5 @@ def _against_defaults(setting: Setting, rounds: Rounds) -> tuple[bool, str]:
     return False, f"did not repeat: {speedup:.2f}x as fast, faster {how} ({needed})"
 
 
-def _median_s(trials: Sequence[Trial]) -> float:
+def _median_s(trials: Sequence[TuningTrial]) -> float:
     return statistics.median(trial.median_s for trial in trials)

@@ -21,7 +21,7 @@ from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting, layers_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TuningTrial:
     """A setting, and what came of it.
 
     Args:
@@ -45,14 +45,14 @@ class Trial:
         """Seconds of a step; infinite for a trial that can't be chosen."""
         return statistics.median(self.step_s) if self.step_s and not self.problem else math.inf
 
-    def beats(self, other: Trial) -> bool:
+    def beats(self, other: TuningTrial) -> bool:
         """Whether it is faster beyond the noise of both."""
         if self.problem or not self.step_s or not self.is_whole:
             return False
         return not other.step_s or timing.is_faster(self.step_s, other.step_s)
 
 
-Measure = Callable[[Setting, Trial | None], Trial]
+Measure = Callable[[Setting, TuningTrial | None], TuningTrial]
 """Tries a setting; also given the best trial so far, to end early what is clearly slower."""
 
 
@@ -73,20 +73,20 @@ class Search:
         self._measure = measure
         self._steps = steps
         self._left = budget_steps
-        self._seen: dict[Setting, Trial] = {}
-        self.best: Trial | None = None
+        self._seen: dict[Setting, TuningTrial] = {}
+        self.best: TuningTrial | None = None
 
     @property
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[TuningTrial]:
         """All that was tried, in order."""
         return list(self._seen.values())
 
-    def start_from(self, trial: Trial) -> None:
+    def start_from(self, trial: TuningTrial) -> None:
         """Begin at the defaults, which were measured already; their steps count."""
         self._left -= trial.steps
         self._seen[trial.setting] = self.best = trial
 
-    def run(self) -> Trial:
+    def run(self) -> TuningTrial:
         """Search until the budget is spent or nothing is left to try; the best trial."""
         if self.best is None:
             self._try(DEFAULTS)
@@ -97,7 +97,7 @@ class Search:
         assert self.best is not None
         return self.best
 
-    def contender(self, again: Trial) -> Trial:
+    def contender(self, again: TuningTrial) -> TuningTrial:
         """The trial that is worth confirming, or the defaults' own if there is none.
 
         Args:
@@ -113,7 +113,7 @@ class Search:
         ]
         return min(others, key=lambda trial: trial.median_s, default=first)
 
-    def best_of_one_layer(self) -> Trial | None:
+    def best_of_one_layer(self) -> TuningTrial | None:
         """The fastest whole trial whose settings are all of one layer; None without any."""
         alone = [
             trial
@@ -204,7 +204,7 @@ class Search:
                 return False
         return True
 
-    def _try(self, setting: Setting) -> Trial:
+    def _try(self, setting: Setting) -> TuningTrial:
         trial = self._measure(setting, self.best)
         self._left -= trial.steps
         self._seen[setting] = trial

@@ -11,7 +11,7 @@ from deepytorch_core.tune.knobs import FRAMEWORK, KNOBS, LAYERS, Knob
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobFacts:
     """The facts that a run of the script with its defaults has shown.
 
     Args:
@@ -37,7 +37,7 @@ class Space:
     left_out: tuple[str, ...]
 
 
-def of(job: Job) -> Space:
+def of(job: JobFacts) -> Space:
     """The space of a job; no knobs where nothing can be set."""
     knobs: list[Knob] = []
     left_out: list[str] = []
@@ -58,7 +58,7 @@ def of(job: Job) -> Space:
     return Space(tuple(knobs), tuple(left_out))
 
 
-def _for_job(knob: Knob, job: Job) -> tuple[Knob | None, str]:
+def _for_job(knob: Knob, job: JobFacts) -> tuple[Knob | None, str]:
     """The knob with the values that differ in this job; or why not, "" if it has no place here."""
     if knob.layer == FRAMEWORK:
         return _for_framework(knob, job)
@@ -71,7 +71,7 @@ def _for_job(knob: Knob, job: Job) -> tuple[Knob | None, str]:
     return knob, ""
 
 
-def _for_framework(knob: Knob, job: Job) -> tuple[Knob | None, str]:
+def _for_framework(knob: Knob, job: JobFacts) -> tuple[Knob | None, str]:
     asked = job.asked.get(knob.name)
     if asked is None:
         return None, ""
@@ -87,7 +87,7 @@ def _for_framework(knob: Knob, job: Job) -> tuple[Knob | None, str]:
     return dataclasses.replace(knob, values=values), ""
 
 
-def _nothing(layer: str, job: Job) -> str:
+def _nothing(layer: str, job: JobFacts) -> str:
     if layer == FRAMEWORK:
         return (
             "no sizes of the script's framework can be set: DDP's, FSDP2's and, through "

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from deepytorch.integrations.common.contract import IntegrationError
 from deepytorch.integrations.common.horovod_common import (
     HorovodInternalError,
-    Placement,
+    RankPlacement,
     ReduceOp,
     no_such_feature,
 )
@@ -57,7 +57,7 @@ class ArrayWorld:
         except ValueError as error:
             raise IntegrationError(f"horovod: {error}") from None
         rank, size = (0, 1) if launched is None else (launched.rank, launched.size)
-        self.placement = Placement.among(rank, [socket.gethostname()] * size)
+        self.placement = RankPlacement.among(rank, [socket.gethostname()] * size)
         store: Any = _NoStore()
         if launched is not None and size > 1:
             require_one_node(

@@ -54,7 +54,7 @@ def reduce_op(op: ReduceOp | int | None, average: bool | None = None) -> ReduceO
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """The place of a rank among the nodes of its job."""
 
     rank: int
@@ -66,7 +66,7 @@ class Placement:
     is_homogeneous: bool
 
     @classmethod
-    def among(cls, rank: int, nodes: Sequence[str]) -> Placement:
+    def among(cls, rank: int, nodes: Sequence[str]) -> RankPlacement:
         """Placement of `rank`; `nodes` has the node of every rank, by rank."""
         members: dict[str, list[int]] = {}
         for other, node in enumerate(nodes):

@@ -68,7 +68,7 @@ _KNOBS = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class BucketChoice:
     """A size in elements, why, and which one if buckets run beside the backward pass."""
 
     elements: int
@@ -280,7 +280,7 @@ class _Bucket:
         return is_faster
 
 
-def _choose(op: str, total: int, kind: Kind, *, waits: bool = False) -> Choice:
+def _choose(op: str, total: int, kind: Kind, *, waits: bool = False) -> BucketChoice:
     """Measure `op` at the candidate sizes that a model of `total` elements can fill.
 
     `waits`: the backward pass does, so that larger buckets cost it no overlap.
@@ -289,7 +289,7 @@ def _choose(op: str, total: int, kind: Kind, *, waits: bool = False) -> Choice:
     if len(sizes) < len(CANDIDATES):
         sizes.append(CANDIDATES[len(sizes)])  # it holds the whole model
     if len(sizes) == 1:
-        return Choice(sizes[0], f"that holds all {total} of the model", sizes[0])
+        return BucketChoice(sizes[0], f"that holds all {total} of the model", sizes[0])
     times: dict[int, float] = {}
     calls: dict[int, float] = {}
     spent = 0.0
@@ -307,7 +307,7 @@ def _choose(op: str, total: int, kind: Kind, *, waits: bool = False) -> Choice:
         size = min(DEFAULT, total)
         times[size] = step_s(total, size, further(calls, size))
     seen = ", ".join(f"{1e3 * took:.3g} ms with {size}" for size, took in times.items())
-    return Choice(smallest_good(times), f"a step's buckets for {op} take {seen}", beside)
+    return BucketChoice(smallest_good(times), f"a step's buckets for {op} take {seen}", beside)
 
 
 def step_s(total: int, size: int, call_s: float) -> float:

@@ -249,7 +249,7 @@ def _fsdp1_units(model: Any) -> list[Any]:
 
 
 def _choose_buffers(modules: list[Any], units: list[Any], options: Any) -> None:
-    from .trial import Trial
+    from .trial import RegistrationTrial
 
     def registered(enable: bool) -> None:
         for module in modules:
@@ -273,7 +273,7 @@ def _choose_buffers(modules: list[Any], units: list[Any], options: Any) -> None:
         reason = "ordinary ones are not faster" if faster else "faster than registered ones"
         _settle(registered, faster, reason, times_ms)
 
-    return Trial(sharded, _groups_of(sharded[0]), decided).start()
+    return RegistrationTrial(sharded, _groups_of(sharded[0]), decided).start()
 
 
 def _settle(

@@ -30,7 +30,7 @@ _KINDS = (REGISTERED, ORDINARY)
 Decided = Callable[[bool, dict[str, float]], None]
 
 
-class Trial:
+class RegistrationTrial:
     """Measures on all `units` from `start` on, then calls `decided(registered, medians in ms)`.
 
     Args:
@@ -80,7 +80,7 @@ class Trial:
 class _Timed:
     """Allocates a step's kind of buffer; its time runs from the first one to `done`."""
 
-    def __init__(self, trial: Trial, kinds: dict[str, Any]) -> None:
+    def __init__(self, trial: RegistrationTrial, kinds: dict[str, Any]) -> None:
         self._trial = trial
         self._kinds = kinds
         self._began: float | None = None
@@ -99,7 +99,7 @@ class _Timed:
 
 # It derives from the default class, so that torch lets either kind replace it at the end.
 class _AllGather(_Timed, stock.DefaultAllGather):
-    def __init__(self, trial: Trial, group: Any) -> None:
+    def __init__(self, trial: RegistrationTrial, group: Any) -> None:
         kinds = {
             REGISTERED: stock.ProcessGroupAllocAllGather(group),
             ORDINARY: stock.DefaultAllGather(),
@@ -119,7 +119,7 @@ class _AllGather(_Timed, stock.DefaultAllGather):
 
 
 class _ReduceScatter(_Timed, stock.DefaultReduceScatter):
-    def __init__(self, trial: Trial, group: Any, *, is_last: bool) -> None:
+    def __init__(self, trial: RegistrationTrial, group: Any, *, is_last: bool) -> None:
         kinds = {
             REGISTERED: stock.ProcessGroupAllocReduceScatter(group),
             ORDINARY: stock.DefaultReduceScatter(),

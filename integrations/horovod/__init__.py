@@ -112,7 +112,7 @@ from .util import (
 # Other names by which scripts reach them.
 ops = mpi_lib = mpi_ops
 
-_world.make_of(_world.Parts(rounds=_rounds.Rounds, journal=_join.Journal))
+_world.make_of(_world.WorldParts(rounds=_rounds.Rounds, journal=_join.Journal))
 
 __all__ = [
     "Adasum",

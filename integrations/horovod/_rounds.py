@@ -37,7 +37,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.005
 _CLOSING_S = 2.0
 
 
-class Operation:
+class PendingOperation:
     """One rank's part of an operation: told to the others, then running, then done."""
 
     def __init__(self, rounds: Rounds, name: str, request: Request, *, asynchronous: bool) -> None:
@@ -94,10 +94,10 @@ class Rounds:
         self._device, self._stuck_s = default_device(process_set), stuck_s
         self._changed = threading.Condition()
         # Guarded by it:
-        self._begun: dict[str, Operation] = {}
-        self._untold: list[Operation] = []
-        self._running: dict[str, Operation] = {}
-        self._waited_for: list[Operation] = []
+        self._begun: dict[str, PendingOperation] = {}
+        self._untold: list[PendingOperation] = []
+        self._running: dict[str, PendingOperation] = {}
+        self._waited_for: list[PendingOperation] = []
         self._is_driven = self._is_closing = self._has_joined = False
         self._broken: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -127,7 +127,7 @@ class Rounds:
                     "as another tensor that is currently being processed.  If you want to request "
                     f"another tensor, use a different tensor name. ({name!r} is under way)"
                 )
-            operation = Operation(self, name, make(), asynchronous=asynchronous)
+            operation = PendingOperation(self, name, make(), asynchronous=asynchronous)
             if self._broken is not None:
                 operation.fail(self._broken)
             elif self._size == 1:
@@ -148,7 +148,7 @@ class Rounds:
                 self._numbers[optimizer] = next(self._next_number)
             return self._numbers[optimizer]
 
-    def await_decision(self, operation: Operation) -> None:
+    def await_decision(self, operation: PendingOperation) -> None:
         """Return when the operation runs, or has failed."""
         if operation.is_decided:
             return
@@ -280,10 +280,12 @@ class Rounds:
         if operation is None:
             if problem is not None:
                 return
-            operation = Operation(self, name, _requests.of_joined(some), asynchronous=False)
+            operation = PendingOperation(self, name, _requests.of_joined(some), asynchronous=False)
         self._run(operation, told, problem)
 
-    def _run(self, operation: Operation, told: list[Any], problem: str | None = None) -> None:
+    def _run(
+        self, operation: PendingOperation, told: list[Any], problem: str | None = None
+    ) -> None:
         own = operation.request.problem
         if own is not None:
             operation.fail(ValueError(own))

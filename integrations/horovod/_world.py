@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from deepytorch.integrations.common.contract import IntegrationError, Joined, join, require
-from deepytorch.integrations.common.horovod_common import Placement, no_such_feature
+from deepytorch.integrations.common.horovod_common import RankPlacement, no_such_feature
 from deepytorch.integrations.common.horovod_rendezvous import local_store, require_one_node
 from deepytorch_core.base import agreement, config, stores
 from deepytorch_core.base.launchers import Launched
@@ -33,7 +33,7 @@ _numbers = itertools.count(1)
 _meetings = itertools.count(1)
 
 
-class Rounds(Protocol):
+class RoundsProtocol(Protocol):
     """The operations of a process set that this process is in; see `_rounds`."""
 
     group: dist.ProcessGroup
@@ -62,7 +62,7 @@ class ProcessSet:
         self.ranks: list[int] | None = sorted(ranks)
         self.process_set_id: int | None = None
         self._group: dist.ProcessGroup | None = None
-        self._rounds: Rounds | None = None
+        self._rounds: RoundsProtocol | None = None
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ProcessSet: the ranks {list(ranks)} are not all different")
 
@@ -97,7 +97,7 @@ class ProcessSet:
         return self._group
 
     @property
-    def rounds(self) -> Rounds:
+    def rounds(self) -> RoundsProtocol:
         """Return the rounds that its operations begin in. Raises as `group` does."""
         _ = self.group
         assert self._rounds is not None
@@ -137,7 +137,7 @@ class World:
 
     group: dist.ProcessGroup
     joined: Joined
-    placement: Placement
+    placement: RankPlacement
     made_group: bool
     sets: list[ProcessSet] = field(default_factory=list)
     journal: Any = None  # _join.Journal, which builds on this module
@@ -145,24 +145,24 @@ class World:
 
 
 @dataclass(frozen=True)
-class Parts:
+class WorldParts:
     """What builds on this module, and what a world is made of."""
 
-    rounds: Callable[..., Rounds]
+    rounds: Callable[..., RoundsProtocol]
     journal: Callable[[float], Any]
 
 
 _world: World | None = None
-_made_of: Parts | None = None
+_made_of: WorldParts | None = None
 
 
-def make_of(parts: Parts) -> None:
+def make_of(parts: WorldParts) -> None:
     """Have worlds and their sets made of `parts`; called once, when Horovod's API is imported."""
     global _made_of
     _made_of = parts
 
 
-def _parts() -> Parts:
+def _parts() -> WorldParts:
     assert _made_of is not None
     return _made_of
 
@@ -367,7 +367,7 @@ def _store(launched: Launched) -> Store:
     return TCPStore("127.0.0.1", int(port), **here)
 
 
-def _placement() -> Placement:
+def _placement() -> RankPlacement:
     """Found out together: a launcher need not tell every rank's node to every rank."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -377,7 +377,7 @@ def _placement() -> Placement:
     store = agreement.numbered(c10d._get_default_store(), "deepytorch/horovod/nodes", own)
     store.set(str(own), node)
     nodes = [store.get(str(other)).decode() for other in range(count)]
-    return Placement.among(own, nodes)
+    return RankPlacement.among(own, nodes)
 
 
 def in_debug() -> bool:

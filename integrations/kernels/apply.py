@@ -20,7 +20,7 @@ from deepytorch.integrations.common import contract
 from deepytorch_core.base import compiler_import, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.nn import swaps
-from deepytorch_core.nn.kernels import STOCK, Setting, apply_kernels
+from deepytorch_core.nn.kernels import STOCK, KernelSetting, apply_kernels
 
 _NAME = "kernels"
 
@@ -44,7 +44,7 @@ def apply(
         _register()
     optimizers = [one for one in given if isinstance(one, torch.optim.Optimizer)]
     for model in models:
-        setting = Setting(
+        setting = KernelSetting(
             model=model,
             optimizers=optimizers if model is models[0] else (),
             device=device,
@@ -70,7 +70,7 @@ def apply_to_optimizers(
     if options.kernels == "off":
         return
     for optimizer in optimizers:
-        setting = Setting(model=nn.Module(), optimizers=[optimizer], device=device)
+        setting = KernelSetting(model=nn.Module(), optimizers=[optimizer], device=device)
         swapped = apply_kernels(setting, options.kernels)
         changes.on_undo(swapped.undo)
 

@@ -41,9 +41,9 @@ from deepytorch_core.nn.deferred_logits import (
 from deepytorch_core.nn.kernels import (
     STOCK,
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -68,13 +68,13 @@ LossSum = Callable[[torch.Tensor, nn.Module, torch.Tensor, int], torch.Tensor]
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The causal language models in the model: itself, or the one that PEFT wraps."""
     for one in setting.model.modules():
         head = _head_of(one)
         if head is not None:
             width, vocabulary = head.in_features, head.out_features
-            yield Place(
+            yield KernelPlace(
                 kind=KIND,
                 what=f"loss of {type(one).__name__}({width}, {vocabulary})",
                 targets=(one,),
@@ -96,7 +96,7 @@ def _head_of(module: nn.Module) -> Any:
     return head if all(isinstance(size, int) for size in sizes) else None
 
 
-def _probe(owner: Any, setting: Setting) -> Probe:
+def _probe(owner: Any, setting: KernelSetting) -> KernelProbe:
     probed = _ProbeModel(owner).to(setting.device).train()
     head = probed.head
     kind = setting.device.type
@@ -118,7 +118,7 @@ def _probe(owner: Any, setting: Setting) -> Probe:
         loss.backward()
         return [loss, rows.grad]
 
-    return Probe(probed, probed, run)
+    return KernelProbe(probed, probed, run)
 
 
 class _ProbeModel(nn.Module):
@@ -154,7 +154,7 @@ class _LossKernel(Kernel):
     kind = KIND
     loss_sum: LossSum
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         (owner,) = place.targets
         head = owner.get_output_embeddings()
         if "forward" in vars(head):
@@ -173,7 +173,7 @@ class _LossKernel(Kernel):
                 return "the head's weights are partitioned by zero.Init, and it is no nn.Linear"
         return None
 
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         head = target.get_output_embeddings()
         watches = WATCHED if setting.mode == "auto" else 0
         if isinstance(target, _ProbeModel):
@@ -490,7 +490,7 @@ def stand_in(owner: Any, head: nn.Module, forward: LeavesOut) -> Undo:
     """Put `forward` in the head's place, armed during `owner`'s own; returns what undoes it."""
     vars(head)["forward"] = forward
     handles = [
-        owner.register_forward_pre_hook(Arm(forward), with_kwargs=True),
+        owner.register_forward_pre_hook(ArmingHook(forward), with_kwargs=True),
         owner.register_forward_hook(Disarm(forward), always_call=True),
     ]
     _counting.start_for(owner)
@@ -531,7 +531,7 @@ class _Counting:
 _counting = _Counting()
 
 
-class Arm:
+class ArmingHook:
     """A forward pre-hook of the model: from here on its head may leave out the logits."""
 
     def __init__(self, forward: LeavesOut) -> None:

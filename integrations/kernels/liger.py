@@ -20,9 +20,9 @@ from torch import nn
 
 from deepytorch_core.nn.kernels import (
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -41,7 +41,7 @@ def _operation(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
 
 
-def _why_not_here(setting: Setting) -> str | None:
+def _why_not_here(setting: KernelSetting) -> str | None:
     if setting.device.type != "cuda":
         return f"liger-kernel runs on CUDA, the training on {setting.device.type}"
     return None
@@ -52,10 +52,10 @@ class LigerRMSNorm(Kernel):
     kind = rms_norm.KIND
     name = "liger"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         return _why_not_here(setting) or _forward.why_not(place.targets)
 
-    def apply(self, target: nn.Module, setting: Setting) -> Undo:
+    def apply(self, target: nn.Module, setting: KernelSetting) -> Undo:
         return _forward.replace(target, liger_rms_norm)
 
 
@@ -72,10 +72,10 @@ class LigerSwiGLU(Kernel):
     kind = swiglu.KIND
     name = "liger"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         return _why_not_here(setting) or _forward.why_not(place.targets)
 
-    def apply(self, target: nn.Module, setting: Setting) -> Undo:
+    def apply(self, target: nn.Module, setting: KernelSetting) -> Undo:
         return _forward.replace(target, liger_swiglu)
 
 
@@ -88,7 +88,7 @@ def liger_swiglu(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @register_place(ROPE)
-def find_rope(setting: Setting) -> Iterable[Place]:
+def find_rope(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The function that rotates queries and keys, one for all models of a Python module."""
     seen = set()
     for one in setting.model.modules():
@@ -102,7 +102,7 @@ def find_rope(setting: Setting) -> Iterable[Place]:
             continue
         width, heads = sizes
         head = getattr(config, "head_dim", None) or width // heads  # type: ignore[operator]
-        yield Place(
+        yield KernelPlace(
             kind=ROPE,
             what=f"RoPE of {space.__name__.rpartition('.')[2]}({head})",
             targets=(space,),
@@ -111,7 +111,7 @@ def find_rope(setting: Setting) -> Iterable[Place]:
         )
 
 
-def _rope_probe(space: Any, head: int, setting: Setting) -> Probe:
+def _rope_probe(space: Any, head: int, setting: KernelSetting) -> KernelProbe:
     generator = torch.Generator().manual_seed(head)
     dtype = setting.autocast or next(setting.model.parameters()).dtype
 
@@ -134,7 +134,7 @@ def _rope_probe(space: Any, head: int, setting: Setting) -> Probe:
         torch.autograd.backward(found, [one.clone() for one in gradients])
         return [one.detach() for one in found]
 
-    return Probe(inputs, namespace, run)
+    return KernelProbe(inputs, namespace, run)
 
 
 @register_kernel
@@ -142,10 +142,10 @@ class LigerRope(Kernel):
     kind = ROPE
     name = "liger"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         return _why_not_here(setting)
 
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         now = getattr(target, _FUNCTION)
         rotation = _rotations.get(now)
         if rotation is None:
@@ -201,7 +201,7 @@ class LigerLoss(causal_loss._LossKernel):
 
     name = "liger"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         (owner,) = place.targets
         head = owner.get_output_embeddings()
         if not is_linear(head):

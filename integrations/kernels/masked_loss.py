@@ -23,9 +23,9 @@ from torch import nn
 from deepytorch_core.nn.deferred_logits import BYPASSED, DeferredLogits
 from deepytorch_core.nn.kernels import (
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -80,12 +80,12 @@ def _expecting(bound: int) -> Iterator[None]:
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The masked language models in the model."""
     for one in setting.model.modules():
         head = _head_of(one)
         if head is not None:
-            yield Place(
+            yield KernelPlace(
                 kind=KIND,
                 what=f"loss of {type(one).__name__}({_vocabulary(one)})",
                 targets=(one,),
@@ -130,7 +130,7 @@ class _ProbeModel(nn.Module):
         return F.cross_entropy(logits.view(-1, self.vocabulary), labels.view(-1))
 
 
-def _probe(owner: Any, setting: Setting) -> Probe:
+def _probe(owner: Any, setting: KernelSetting) -> KernelProbe:
     probed = _ProbeModel(owner).to(setting.device).train()
     tokens = _TOKENS.get(setting.device.type, _DEFAULT_TOKENS)
     generator = torch.Generator().manual_seed(tokens)
@@ -151,7 +151,7 @@ def _probe(owner: Any, setting: Setting) -> Probe:
         torch.autograd.backward(loss)
         return [loss, rows.grad]
 
-    return Probe(probed, probed, run)
+    return KernelProbe(probed, probed, run)
 
 
 @register_kernel
@@ -161,7 +161,7 @@ class MaskedTokensLoss(Kernel):
     kind = KIND
     name = "masked tokens"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         head: Any = _head_of(place.targets[0])
         if "forward" in vars(head):
             return "the head's forward is replaced already"
@@ -173,7 +173,7 @@ class MaskedTokensLoss(Kernel):
                 return "the head's weights are sharded or not loaded yet"
         return None
 
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         head: Any = _head_of(target)
         vocabulary = target.vocabulary if isinstance(target, _ProbeModel) else _vocabulary(target)
         forward = MaskedHead(head, vocabulary, is_asked=setting.mode == "on")

@@ -110,7 +110,7 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     if obstacle is not None:
         decisions.record(_WHAT, "padded", f"{type(model).__name__}: {obstacle}")
         return
-    from .packing_watch import Watch
+    from .packing_watch import PackingWatch
 
     attached = _Attached()
     attached.asked = False
@@ -119,7 +119,7 @@ def watch(prepared: Any, *, obstacle: str | None = None) -> None:
     def switch(watched: Any, model: Any, found: Conventions) -> None:
         attached.install(watched, model, found, is_asked=False, is_whole=is_whole)
 
-    attached.on_undo(Watch(outer, model, switch).close)
+    attached.on_undo(PackingWatch(outer, model, switch).close)
     contract.mark(outer, _NAME, attached)
 
 

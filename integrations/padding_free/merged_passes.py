@@ -27,7 +27,7 @@ from deepytorch_core.base import config, console, decisions
 from deepytorch_core.compile import graphs, module_state, seam
 
 from .keys import BATCH_KEY
-from .pass_budget import Fixed, Measured, Step
+from .pass_budget import Fixed, Measured, StepTokens
 
 if TYPE_CHECKING:
     from deepytorch_core.data import Packing
@@ -176,14 +176,14 @@ class MergedPasses:
         was_alike = not self._is_strange and self._next == len(self._coming)
         self._num_alike = self._num_alike + 1 if was_alike and self._coming else 0
         if not self.is_over and self._num_alike >= WATCHED_STEPS:
-            self._weigh(Step(self._num_tokens, self._most_tokens) if was_alike else None)
+            self._weigh(StepTokens(self._num_tokens, self._most_tokens) if was_alike else None)
         self._num_tokens = self._most_tokens = 0
         self._abandon()
         self._coming, self._next = list(batches), 0
         self._versions = [_versions(one) for one in self._coming]
         self._is_strange = False
 
-    def _weigh(self, step: Step | None) -> None:
+    def _weigh(self, step: StepTokens | None) -> None:
         """Tell the budget of the last step, and the report what it makes of it."""
         budget, had_times = self._budget, self._budget.times_ms is not None
         budget.note(step)

@@ -48,7 +48,7 @@ _OF_HELPER = {
 WHAT = "padding-free"
 
 
-class Watch:
+class PackingWatch:
     """The hooks of one model that is watched.
 
     Args:

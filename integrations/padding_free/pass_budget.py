@@ -23,7 +23,7 @@ _SHARE_OF_MEMORY = 0.6
 _LOSS = 1.03
 
 
-class Step(NamedTuple):
+class StepTokens(NamedTuple):
     """An optimizer step's tokens, and those of its largest micro-batch."""
 
     num_tokens: int
@@ -39,7 +39,7 @@ class Fixed:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def note(self, step: Step | None) -> None:
+    def note(self, step: StepTokens | None) -> None:
         """A step begins; the last one was that."""
 
     def lacked(self, tokens: int) -> None:
@@ -72,7 +72,7 @@ class Measured(Fixed):
         """Whether nothing more is found out."""
         return self.problem is not None or self.times_ms is not None
 
-    def note(self, step: Step | None) -> None:
+    def note(self, step: StepTokens | None) -> None:
         """A step begins; the last one was that, or None if its time tells nothing."""
         if self.is_settled:
             return

@@ -31,12 +31,12 @@ class RecipeError(ValueError):
     """The user's options, data or machine do not allow this run; the text says what to change."""
 
 
-class RankError(RecipeError):
+class RankRecipeError(RecipeError):
     """A RecipeError that only this rank has met, so it must speak itself."""
 
 
 @dataclass(frozen=True)
-class Arguments:
+class RecipeArguments:
     """The arguments that the command line gives."""
 
     config: Path
@@ -45,7 +45,7 @@ class Arguments:
     overrides: list[str]
 
 
-def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -> Arguments:
+def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -> RecipeArguments:
     """Parse every recipe's ``[--config F] [--compare] [--dry-run] [key=value ...]``.
 
     ``argv`` None means the process's own arguments. Exits with status 2 on an unknown flag.
@@ -64,7 +64,7 @@ def parse_arguments(argv: Sequence[str] | None, *, recipe: str, default: Path) -
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     found = parser.parse_intermixed_args(argv)
-    return Arguments(
+    return RecipeArguments(
         config=found.config,
         compare=found.compare,
         dry_run=found.dry_run,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import deepytorch
-from deepytorch.recipes.base.config import RankError, RecipeError
+from deepytorch.recipes.base.config import RankRecipeError, RecipeError
 from deepytorch_core.base import config
 from deepytorch_core.network import gloo_env
 
@@ -70,7 +70,7 @@ def choose_device(device: str) -> torch.device:
         return torch.device("cpu")
     local_rank = dist.get_node_local_rank(fallback_rank=0)
     if local_rank >= torch.cuda.device_count():
-        raise RankError(
+        raise RankRecipeError(
             f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}. "
             "Start fewer processes or set device=cpu"
         )
@@ -80,7 +80,7 @@ def choose_device(device: str) -> torch.device:
 
 def say_error(recipe: str, error: RecipeError) -> int:
     """Print the error, once a node where all ranks have it, and give the exit status, 2."""
-    if isinstance(error, RankError) or dist.get_node_local_rank(fallback_rank=0) == 0:
+    if isinstance(error, RankRecipeError) or dist.get_node_local_rank(fallback_rank=0) == 0:
         sys.stderr.write(f"{recipe}: {error}\n")
     return 2
 
@@ -112,12 +112,12 @@ def _has_others() -> bool:
     try:
         launched = config.launched()
     except ValueError as error:
-        raise RankError(str(error)) from error
+        raise RankRecipeError(str(error)) from error
     use = "start recipes with deepytorch run or torchrun on each node"
     if launched is None:
         tasks = config.slurm_tasks()
         if tasks > 1:
-            raise RankError(
+            raise RankRecipeError(
                 f"srun started {tasks} processes, which know nothing of each other: {use}, with "
                 "srun --ntasks-per-node 1 (docs/scaling-out.md). For runs of one process each, "
                 "unset SLURM_STEP_NUM_TASKS"
@@ -127,7 +127,7 @@ def _has_others() -> bool:
         return True
     if launched.size == 1:
         return False
-    raise RankError(
+    raise RankRecipeError(
         f"{launched.launcher} started this as rank {launched.rank} of {launched.size}, without "
         f"saying where they meet: {use}"
     )

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from deepytorch.recipes.base.config import RankError, RecipeError
+from deepytorch.recipes.base.config import RankRecipeError, RecipeError
 from deepytorch.recipes.data.balance import Key, StepBalance
 from deepytorch_core.data.balance import Imbalance
 
@@ -108,7 +108,7 @@ class EndlessBatches(Generic[BatchT]):
             return next(self._batches)
         except RecipeError as error:
             # No other rank has these examples; from a worker it comes with a traceback as its text.
-            raise RankError(str(error).rpartition("RecipeError: ")[2].strip()) from error
+            raise RankRecipeError(str(error).rpartition("RecipeError: ")[2].strip()) from error
 
     @property
     def position(self) -> int:

@@ -24,23 +24,23 @@ from deepytorch.recipes.data.chat import (
 from deepytorch.recipes.data.conversations import Conversations, has_empty_answer
 from deepytorch.recipes.data.encoding import encoded_by_all
 from deepytorch.recipes.data.settings import TextOptions
-from deepytorch.recipes.data.text import Batch, Example, collate
+from deepytorch.recipes.data.text import Example, TextBatch, collate
 from deepytorch_core.base import decisions
 from deepytorch_core.data.balance import WHAT
 
 
 @dataclass(frozen=True)
-class Data:
+class InstructionData:
     """This rank's batches, and what is kept out of training."""
 
-    batches: EndlessBatches[Batch]
-    balanced: EndlessBatches[Batch] | None
-    held_out: list[Batch]
+    batches: EndlessBatches[TextBatch]
+    balanced: EndlessBatches[TextBatch] | None
+    held_out: list[TextBatch]
     sample: Conversation  # one that is kept out; without turns where none is
     longest: int  # tokens of an example
 
 
-def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
+def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> InstructionData:
     """Read, shuffle, split and encode ``config.data``; says what was cut, left and held out."""
     loaded = together(lambda: load_conversations(config.data, config.data_format), process)
     conversations = loaded.found
@@ -82,7 +82,7 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
 
     lengths = [sum(len(one.input_ids) for one in row) for row in rows]
 
-    def batches_with(balance: StepBalance | None) -> EndlessBatches[Batch]:
+    def batches_with(balance: StepBalance | None) -> EndlessBatches[TextBatch]:
         return EndlessBatches(
             len(rows),
             lambda index, epoch: rows[index],
@@ -108,7 +108,7 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Data:
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
     longest = max(len(one.input_ids) for one in (*examples, *left_out))
     sample = conversations[kept[0]] if kept else Conversation()
-    return Data(batches_with(None), balanced, held_out, sample, longest)
+    return InstructionData(batches_with(None), balanced, held_out, sample, longest)
 
 
 def _say_unknown(loaded: Conversations) -> None:
@@ -142,11 +142,13 @@ def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:
     return rows
 
 
-def causal_loss(wrapped: Any, padding_free: str) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
+def causal_loss(
+    wrapped: Any, padding_free: str
+) -> Callable[[TextBatch, torch.Tensor], torch.Tensor]:
     """Cross-entropy of the next token over a batch's trained tokens: sum / total."""
     packs = packs_batches(wrapped, padding_free)
 
-    def loss_share(batch: Batch, total: torch.Tensor) -> torch.Tensor:
+    def loss_share(batch: TextBatch, total: torch.Tensor) -> torch.Tensor:
         plan = {BATCH_KEY: batch.packing} if packs else {}
         # The model's own loss in place of one made of its logits: without padding nobody needs
         # logits of [batch, longest, vocabulary].

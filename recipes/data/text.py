@@ -41,7 +41,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """int64 tensors of shape [batch, longest]; padding has mask 0 and label -100."""
 
     input_ids: torch.Tensor
@@ -50,9 +50,9 @@ class Batch:
     packing: Packing  # where the tokens lie, for models that train without padding
     shifted: bool = True  # the label at a place is predicted from the tokens before it
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "TextBatch":
         """The same batch on ``device``."""
-        return Batch(
+        return TextBatch(
             self.input_ids.to(device, non_blocking=True),
             self.attention_mask.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
@@ -136,7 +136,7 @@ def byte_tokenizer() -> Any:
     )
 
 
-def collate(examples: list[Example], pad_token_id: int, *, shifted: bool = True) -> Batch:
+def collate(examples: list[Example], pad_token_id: int, *, shifted: bool = True) -> TextBatch:
     """Pad to the longest example of the batch."""
     longest = max(len(example.input_ids) for example in examples)
 
@@ -145,7 +145,7 @@ def collate(examples: list[Example], pad_token_id: int, *, shifted: bool = True)
 
     attention_mask = padded([[1] * len(example.input_ids) for example in examples], 0)
     labels = padded([example.labels for example in examples], IGNORED_LABEL)
-    return Batch(
+    return TextBatch(
         input_ids=padded([example.input_ids for example in examples], pad_token_id),
         attention_mask=attention_mask,
         labels=labels,

@@ -35,7 +35,7 @@ from deepytorch.recipes.runner import compare as _compare
 from deepytorch.recipes.runner.length import settle_device, settle_length
 from deepytorch.recipes.runner.log import RunLog, write_card, write_options
 from deepytorch.recipes.runner.signals import Endings
-from deepytorch.recipes.runner.step_log import Telling, Told
+from deepytorch.recipes.runner.step_log import LoggedStep, Telling
 from deepytorch.recipes.runner.task import Task
 from deepytorch.recipes.runner.trainer import Trainer
 from deepytorch_core.base import decisions
@@ -148,7 +148,7 @@ def train(
     meter = _Meter(task.unit, trainer.flops_per_unit, process)
     telling = Telling(process)
 
-    def report(steps: Iterator[Told]) -> bool:
+    def report(steps: Iterator[LoggedStep]) -> bool:
         """Show and record them; whether any rank was told to end."""
         end = False
         for one in steps:

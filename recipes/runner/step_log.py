@@ -14,7 +14,7 @@ from deepytorch.recipes.runner.trainer import StepResult
 
 
 @dataclass(frozen=True)
-class Told:
+class LoggedStep:
     """One step, alike on all ranks."""
 
     step: int
@@ -67,7 +67,7 @@ class Telling:
             arrived.record()
         self._sent.append(_Sent(step, result.learning_rate, numbers, arrived))
 
-    def read(self, *, everything: bool) -> Iterator[Told]:
+    def read(self, *, everything: bool) -> Iterator[LoggedStep]:
         """The steps that can be read by now, in their order; or, waiting for them, all."""
         while len(self._sent) > (0 if everything else self._lag):
             sent = self._sent.popleft()
@@ -76,4 +76,4 @@ class Telling:
             loss, end, num_units = sent.numbers.tolist()
             now = time.perf_counter()
             seconds, self._since = now - self._since, now
-            yield Told(sent.step, loss, bool(end), num_units, sent.learning_rate, seconds)
+            yield LoggedStep(sent.step, loss, bool(end), num_units, sent.learning_rate, seconds)

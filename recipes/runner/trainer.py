@@ -19,7 +19,7 @@ from deepytorch.recipes.runner.engines import enable_checkpointing, start_engine
 from deepytorch.recipes.runner.optimizers import make_optimizer, make_schedule
 from deepytorch.recipes.runner.task import Task
 from deepytorch_core.nn import channels_last
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Trainer(Generic[BatchT]):
             "megatron",
         ):  # the other engines' adapters do it themselves
             autocast = None if options.precision == "fp32" else self._autocast_dtype()
-            setting = Setting(model=model, device=process.device, autocast=autocast)
+            setting = KernelSetting(model=model, device=process.device, autocast=autocast)
             apply_kernels(setting, options.kernels)
             if channels_last.is_convolutional(model):
                 self._choose_layout(model, task)

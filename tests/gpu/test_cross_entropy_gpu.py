@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepytorch_core.nn.cross_entropy import cross_entropy
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.nn.swaps import cross_entropy as swap
 from deepytorch_core.testing import needs_gpus
 
@@ -80,7 +80,7 @@ def test_calls_under_autocast_go_there_and_others_do_not() -> None:
 
 def test_it_is_chosen_by_measurement_and_replayed() -> None:
     model = nn.Linear(64, 50304, bias=False).cuda()
-    setting = Setting(model=model, device=torch.device("cuda"), autocast=torch.bfloat16)
+    setting = KernelSetting(model=model, device=torch.device("cuda"), autocast=torch.bfloat16)
     swapped = apply_kernels(setting)
     assert swapped.names.get("cross-entropy(50304)") == "fused"
     x = torch.randn((512, 64), device="cuda", dtype=torch.float32)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from deepytorch_core.compile import capture
 from deepytorch_core.compile.capture import Capture
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
@@ -68,7 +68,7 @@ def test_a_masked_language_model_trains_replayed(kernels: str, reads: bool) -> N
     numbers: Any = range(STEPS)
     loaders = [DataLoader(numbers, collate_fn=lambda one: batch(one[0])) for _ in range(2)]
     expected = train(stock, loaders[0], reads)
-    apply_kernels(Setting(model=model, device=torch.device(DEVICE)), kernels)
+    apply_kernels(KernelSetting(model=model, device=torch.device(DEVICE)), kernels)
     assert pack_batches(model, "on", loaders=[loaders[1]])
     sizes: Any = capture.sizes_of(model)
     sizes.use_few(True, "test")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepytorch_core.compile import capture
 from deepytorch_core.compile.capture import Capture
 from deepytorch_core.compile.fixes import packed_rows
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.testing import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1), pytest.mark.timeout(300)]
@@ -219,7 +219,7 @@ def test_a_second_backward_pass_adds_up() -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(DEVICE).train()
     twin = copy.deepcopy(model)
-    apply_kernels(Setting(model=model, device=torch.device(DEVICE)), "on")
+    apply_kernels(KernelSetting(model=model, device=torch.device(DEVICE)), "on")
     found = captured(model)
     for number in range(6):
         generator = torch.Generator().manual_seed(number)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepytorch_core.base import decisions
 from deepytorch_core.nn import fused_adam
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.nn.swaps import fused_adam as swap
 from deepytorch_core.testing import needs_gpus
 
@@ -294,7 +294,7 @@ def test_it_is_chosen_by_measurement_and_goes_again(dtype: torch.dtype) -> None:
     ]
     optimizer = torch.optim.AdamW(own, lr=1e-3, fused=True)
     stock = torch._fused_adamw_
-    setting = Setting(model=nn.Linear(1, 1).cuda(), optimizers=[optimizer], device=GPU)
+    setting = KernelSetting(model=nn.Linear(1, 1).cuda(), optimizers=[optimizer], device=GPU)
     swapped = apply_kernels(setting)
     what = f"fused AdamW({str(dtype).removeprefix('torch.')})"
     made = [one for one in decisions.made() if one["what"] == what][-1]

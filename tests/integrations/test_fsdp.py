@@ -350,13 +350,13 @@ class FakeClock:
 
 def measured(rank: int, world_size: int, quick: str, profile: Path) -> Any:
     clock = FakeClock(quick)
-    start = _fsdp_trial.Trial.start
+    start = _fsdp_trial.RegistrationTrial.start
 
     def watched(trial: Any) -> None:
         clock.trial = trial
         start(trial)
 
-    _fsdp_trial.Trial.start = watched  # type: ignore[method-assign]
+    _fsdp_trial.RegistrationTrial.start = watched  # type: ignore[method-assign]
     _fsdp_trial.time = clock  # type: ignore[assignment]
     options = {"tune": "force", "profile": profile}
     return train_fsdp2(rank, world_size, ["hybrid"], options)["hybrid"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import deepytorch
 import deepytorch.integrations.horovod as hvd
-from deepytorch.integrations.common.horovod_common import Placement
+from deepytorch.integrations.common.horovod_common import RankPlacement
 from deepytorch_core.c10d.patches import serving_name
 from deepytorch_core.testing import spawn_ranks
 
@@ -60,7 +60,7 @@ def test_everyone_knows_who_is_who() -> None:
 
 def test_placement_on_several_nodes() -> None:
     nodes = ["a", "b", "a", "b", "a"]
-    found = [Placement.among(rank, nodes) for rank in range(5)]
+    found = [RankPlacement.among(rank, nodes) for rank in range(5)]
     assert [place.local_rank for place in found] == [0, 0, 1, 1, 2]
     assert [place.local_size for place in found] == [3, 2, 3, 2, 3]
     assert [place.cross_rank for place in found] == [0, 1, 0, 1, 0]

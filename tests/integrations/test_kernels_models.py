@@ -27,7 +27,7 @@ from deepytorch.integrations import transformers as transformers_adapter
 from deepytorch.integrations.kernels import causal_loss, liger
 from deepytorch_core.base import decisions
 from deepytorch_core.nn.deferred_logits import DeferredLogits
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.nn.weight_changes import steps
 
 pytestmark = pytest.mark.usefixtures("quiet_profile")
@@ -67,7 +67,7 @@ def batch(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def swap(model: Any, mode: str = "on") -> Any:
-    return apply_kernels(Setting(model=model, device=torch.device("cpu")), mode)
+    return apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), mode)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -146,7 +146,7 @@ def test_kernels_replace_rope_once_for_all_models_and_give_it_back() -> None:
     kernel = liger.LigerRope()
     models = [Rotary() for _ in range(3)]
     cpu = torch.device("cpu")
-    undos = [kernel.apply(space, Setting(model=model, device=cpu)) for model in models]
+    undos = [kernel.apply(space, KernelSetting(model=model, device=cpu)) for model in models]
     ours = space.apply_rotary_pos_emb
     assert ours.__wrapped__ is stock
     assert liger._stock_of(ours) is stock
@@ -158,7 +158,7 @@ def test_kernels_replace_rope_once_for_all_models_and_give_it_back() -> None:
     undos[1]()
     assert space.apply_rotary_pos_emb is stock
     assert not liger._rotations
-    undo = kernel.apply(space, Setting(model=models[0], device=cpu))
+    undo = kernel.apply(space, KernelSetting(model=models[0], device=cpu))
     space.apply_rotary_pos_emb = print  # somebody else's, which stays
     undo()
     assert space.apply_rotary_pos_emb is print
@@ -194,7 +194,7 @@ def test_kernels_say_when_logits_are_read_too_late() -> None:
 
 def test_kernels_nobody_asked_for_give_logits_after_the_step_too() -> None:
     model, stock = build("llama"), build("llama")
-    causal_loss.ChunkedLoss().apply(model, Setting(model=model, device=torch.device("cpu")))
+    causal_loss.ChunkedLoss().apply(model, KernelSetting(model=model, device=torch.device("cpu")))
     head = vars(model.get_output_embeddings())["forward"]
     head.watches = 0
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, stock)]
@@ -247,7 +247,7 @@ def test_kernels_leave_logits_readable_after_a_step_of_other_weights() -> None:
 def test_kernels_auto_watches_a_pass_again_in_a_checkpoint_of_the_model() -> None:
     ours, stock = build("llama"), build("llama")
     causal_loss.ChunkedLoss().apply(
-        ours, Setting(model=ours, device=torch.device("cpu"), mode="auto")
+        ours, KernelSetting(model=ours, device=torch.device("cpu"), mode="auto")
     )
     ours(**batch())  # so that watching ends between a pass and its second time
     for step in range(causal_loss.WATCHED + 2):
@@ -264,7 +264,7 @@ def test_kernels_auto_watches_a_pass_again_in_a_checkpoint_of_the_model() -> Non
 @pytest.mark.parametrize("reads", [False, True])
 def test_kernels_auto_watches_whether_somebody_reads_the_logits(reads: bool) -> None:
     ours, stock = build("llama"), build("llama")
-    setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
+    setting = KernelSetting(model=ours, device=torch.device("cpu"), mode="auto")
     undo = causal_loss.ChunkedLoss().apply(ours, setting)
     forward = ours.lm_head.forward
     for step in range(causal_loss.WATCHED + 2):
@@ -286,7 +286,7 @@ def test_kernels_auto_leaves_a_head_whose_parameters_may_be_sharded(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     ours, stock = build("llama"), build("llama")
-    setting = Setting(model=ours, device=torch.device("cpu"), mode="auto")
+    setting = KernelSetting(model=ours, device=torch.device("cpu"), mode="auto")
     causal_loss.ChunkedLoss().apply(ours, setting)
     ours.lm_head.weight = nn.Parameter(ours.lm_head.weight.detach().clone())
     output = assert_same_training(ours, stock)
@@ -297,7 +297,7 @@ def test_kernels_auto_leaves_a_head_whose_parameters_may_be_sharded(
 @pytest.mark.parametrize("mode", ["on", "auto"])
 def test_kernels_go_on_with_a_head_that_was_untied(mode: str) -> None:
     ours, stock = build("llama, tied"), build("llama, tied")
-    setting = Setting(model=ours, device=torch.device("cpu"), mode=mode)
+    setting = KernelSetting(model=ours, device=torch.device("cpu"), mode=mode)
     causal_loss.ChunkedLoss().apply(ours, setting)
     if mode == "auto":
         ours.lm_head.forward.watches = 0

@@ -79,7 +79,7 @@ def test_a_training_goes_on_and_is_packed_once_the_helper_is_done(
 ) -> None:
     monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
     monkeypatch.setattr(decisions, "_made", [])
-    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 0.0)
+    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
     model, stock = llama(), llama()
     padding_free.watch(model)
     expected = stock(**batch()).loss.item()
@@ -95,7 +95,7 @@ def test_a_training_goes_on_and_is_packed_once_the_helper_is_done(
 
 def test_a_model_that_goes_ends_its_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
-    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 0.0)
+    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
     helpers: list[Helper] = []
 
     def start(*args: Any, **kwargs: Any) -> Helper:

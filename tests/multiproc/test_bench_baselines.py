@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepytorch_core.bench import launch
-from deepytorch_core.bench.job import OPERATIONS, BenchError, Job
+from deepytorch_core.bench.job import OPERATIONS, BenchError, CollectivesJob
 
 # With a token where DeepSpeed's own jobs, which leave theirs, have a port.
 BUFFERS = f"deepspeed_allreduce_buffer_*_127.0.0.1_{'[0-9a-f]' * 16}_*"
@@ -45,7 +45,9 @@ def check(records, job):
 
 
 def test_mpi():
-    job = Job(ops=OPERATIONS, dtypes=("float32", "int64"), **TINY, baseline="mpi", ours="gloo")
+    job = CollectivesJob(
+        ops=OPERATIONS, dtypes=("float32", "int64"), **TINY, baseline="mpi", ours="gloo"
+    )
     records = run_or_refuse(job, mpi_is_installed(), "pip install impi-rt mpi4py")
     check(records, job)
     for record in records:
@@ -55,14 +57,16 @@ def test_mpi():
 
 def test_mpi_with_more_ranks_than_cores_and_our_own_arm():
     changes = {"world_size": 3, "sizes": (1000,)}
-    job = Job(
+    job = CollectivesJob(
         ops=("all_reduce", "all_to_all"), dtypes=("float32",), baseline="mpi", **TINY | changes
     )
     check(run_or_refuse(job, mpi_is_installed(), "pip install impi-rt mpi4py"), job)
 
 
 def test_a_failure_under_mpiexec_shows_the_ranks_output():
-    job = Job(ops=("all_reduce",), dtypes=("float32",), **TINY, baseline="mpi", ours="nonesuch")
+    job = CollectivesJob(
+        ops=("all_reduce",), dtypes=("float32",), **TINY, baseline="mpi", ours="nonesuch"
+    )
     error = launch.WorkerError if mpi_is_installed() else BenchError
     with pytest.raises(error, match="nonesuch" if mpi_is_installed() else "pip install"):
         list(launch.run(job))
@@ -72,7 +76,7 @@ def test_a_failure_under_mpiexec_shows_the_ranks_output():
 @pytest.mark.timeout(600)  # where it is installed it may have to be compiled
 def test_deepspeed_shm():
     before = set(Path("/dev/shm").glob(BUFFERS))
-    job = Job(
+    job = CollectivesJob(
         ops=("all_reduce",),
         **TINY | {"sizes": (64, 4100, 4 << 20)},
         dtypes=("float32",),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepytorch_core.bench import launch
-from deepytorch_core.bench.job import OPERATIONS, BenchError, Job
+from deepytorch_core.bench.job import OPERATIONS, BenchError, CollectivesJob
 from deepytorch_core.bench.record import COLLECTIVE_FIELDS
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -37,7 +37,7 @@ def check(record, job):
 
 @pytest.mark.extended
 def test_every_operation_gloo_against_itself():
-    job = Job(ops=OPERATIONS, **TINY, ours="gloo")
+    job = CollectivesJob(ops=OPERATIONS, **TINY, ours="gloo")
     records = list(launch.run(job))
     for record in records:
         check(record, job)
@@ -48,7 +48,7 @@ def test_every_operation_gloo_against_itself():
 
 def test_native_operations_name_their_algorithm():
     changes = {"dtypes": ("float32", "bfloat16", "int32")}
-    job = Job(ops=("all_reduce", "reduce_scatter", "all_to_all"), **{**TINY, **changes})
+    job = CollectivesJob(ops=("all_reduce", "reduce_scatter", "all_to_all"), **{**TINY, **changes})
     algorithms = {}
     for record in launch.run(job):
         check(record, job)
@@ -58,7 +58,7 @@ def test_native_operations_name_their_algorithm():
 
 
 def test_more_ranks_than_cores_and_sizes_that_do_not_divide():
-    job = Job(
+    job = CollectivesJob(
         ops=("reduce_scatter",), sizes=(1000,), dtypes=("bfloat16",), world_size=3, budget_s=0.01
     )
     (record,) = launch.run(job)
@@ -68,7 +68,7 @@ def test_more_ranks_than_cores_and_sizes_that_do_not_divide():
 
 
 def test_sizes_per_rank():
-    job = Job(ops=("all_reduce", "all_gather"), **TINY, per_rank=True)
+    job = CollectivesJob(ops=("all_reduce", "all_gather"), **TINY, per_rank=True)
     records = list(launch.run(job))
     for record in records:
         check(record, job)
@@ -82,14 +82,14 @@ def test_sizes_per_rank():
 
 
 def test_registered_tensors_against_ordinary_ones():
-    job = Job(ops=("all_reduce", "all_gather"), **TINY, registered=True)
+    job = CollectivesJob(ops=("all_reduce", "all_gather"), **TINY, registered=True)
     for record in launch.run(job):
         check(record, job)
         assert record["registered"]
 
 
 def test_direct_calls_of_every_operation():
-    job = Job(ops=tuple(OPERATIONS), **TINY, direct=True)
+    job = CollectivesJob(ops=tuple(OPERATIONS), **TINY, direct=True)
     for record in launch.run(job):
         check(record, job)
         assert record["direct"]
@@ -97,13 +97,13 @@ def test_direct_calls_of_every_operation():
 
 
 def test_registered_needs_a_backend_that_allocates():
-    job = Job(ops=("all_reduce",), **TINY, ours="gloo", registered=True)
+    job = CollectivesJob(ops=("all_reduce",), **TINY, ours="gloo", registered=True)
     with pytest.raises(BenchError, match="--registered.*run without"):
         list(launch.run(job))
 
 
 def test_a_failing_rank_shows_its_traceback():
-    job = Job(ops=("all_reduce",), **TINY, ours="nonesuch")
+    job = CollectivesJob(ops=("all_reduce",), **TINY, ours="nonesuch")
     with pytest.raises(launch.WorkerError) as failure:
         list(launch.run(job))
     assert "rank 0 failed" in str(failure.value)
@@ -116,7 +116,7 @@ ENDLESS = """
 import os, runpy, subprocess, sys
 import torch.distributed
 from deepytorch_core.bench import launch
-from deepytorch_core.bench.job import Job
+from deepytorch_core.bench.job import CollectivesJob
 
 
 class Fork(subprocess.Popen):
@@ -144,7 +144,8 @@ class Fork(subprocess.Popen):
 
 launch._program = lambda command, log, env, *_: Fork(command[2:], log, env)
 sizes = tuple(range(64, 1 << 20, 64))
-job = Job(ops=("all_reduce",), sizes=sizes, dtypes=("float32",), world_size=2, ours="gloo")
+kinds = {"ops": ("all_reduce",), "sizes": sizes, "dtypes": ("float32",)}
+job = CollectivesJob(**kinds, world_size=2, ours="gloo")
 for record in launch.run(job):
     print(record["bytes"], flush=True)
 """

@@ -21,7 +21,7 @@ from deepytorch.integrations.kernels import causal_loss as causal_loss  # regist
 from deepytorch.integrations.padding_free import apply as padding_free
 from deepytorch_core.base import config
 from deepytorch_core.base.config import Options
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.testing import place, rank_store, spawn_ranks
 
 # Ranks whose labels are all ignored, step by step.
@@ -67,7 +67,7 @@ def change(model: Any, way: str) -> None:
     config.set_current(Options(profile=None, log="error"))
     try:
         if "chunked" in way:
-            applied = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+            applied = apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on")
             assert "chunked" in applied.names.values()
         if "packed" in way:
             assert padding_free.attach(model, "on", adapter="test")

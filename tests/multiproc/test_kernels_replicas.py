@@ -26,7 +26,7 @@ def train(rank: int, world_size: int, mode: str) -> tuple[dict[str, str], list[f
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(33, 17))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    setting = kernels.Setting(
+    setting = kernels.KernelSetting(
         model=model, optimizers=[optimizer], device=torch.device("cpu"), autocast=None
     )
     swapped = kernels.apply_kernels(setting, mode)

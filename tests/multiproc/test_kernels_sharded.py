@@ -19,7 +19,13 @@ from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.nn import channels_last, kernels
 from deepytorch_core.nn.deferred_logits import DeferredLogits
-from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, apply_kernels
+from deepytorch_core.nn.kernels import (
+    Kernel,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
+    apply_kernels,
+)
 from deepytorch_core.testing import spawn_ranks
 
 STEPS = 3
@@ -49,7 +55,7 @@ def swap(model: Any) -> None:
     before = config.current()
     config.set_current(Options(profile=None, log="error"))
     try:
-        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on").names
+        names = apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on").names
     finally:
         config.set_current(before)
     assert "chunked" in names.values()
@@ -168,7 +174,7 @@ class Uneven(Kernel):
     kind = "uneven"
     name = "uneven"
 
-    def apply(self, target: Any, setting: Setting) -> Any:
+    def apply(self, target: Any, setting: KernelSetting) -> Any:
         target.scale = 1.0 + dist.get_rank()  # wrong on rank 1 alone
         return lambda: setattr(target, "scale", 1.0)
 
@@ -194,13 +200,16 @@ def one_rank_is_wrong(
         made.sum().backward()
         return made
 
-    place = Place(
-        kind="uneven", what="uneven", targets=(model,), probe=lambda: Probe(copied, copied, run)
+    place = KernelPlace(
+        kind="uneven",
+        what="uneven",
+        targets=(model,),
+        probe=lambda: KernelProbe(copied, copied, run),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_finders", {"uneven": lambda setting: [place]})
         patch.setattr(kernels, "_kernels", {"uneven": Uneven()})
-        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), mode).names
+        names = apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), mode).names
     config.set_current(None)
     return names, str(decisions.made()[-1].get("dropped", {})), model.scale
 

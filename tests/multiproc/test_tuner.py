@@ -102,7 +102,7 @@ def test_the_report_lists_the_decisions(tmp_path: Path) -> None:
 
 
 def explain_each(rank: int, world_size: int) -> list[tuple[str, Any]]:
-    questions = [explain.Question(op=op, bytes=512 * KIB) for op in explain.OPERATIONS]
+    questions = [explain.PlanQuestion(op=op, bytes=512 * KIB) for op in explain.OPERATIONS]
     return [(question.op, explain.run_once(rank, world_size, question)) for question in questions]
 
 
@@ -111,7 +111,7 @@ def test_every_operation_can_be_explained(tmp_path: Path) -> None:
     first, _ = spawn_ranks(explain_each, 2, backend="deepytorch", env=env)
     for op, (plans, calls, groups) in first:
         assert groups == [], "one node"
-        found = explain.answer(explain.Question(op=op, bytes=512 * KIB), plans, calls)
+        found = explain.answer(explain.PlanQuestion(op=op, bytes=512 * KIB), plans, calls)
         if op == "all_to_all":
             assert found.source == "rule of thumb"
             continue

@@ -12,7 +12,7 @@ import pytest
 from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench import launch
 from deepytorch_core.bench.collectives_apart import ApartJob
-from deepytorch_core.bench.job import Job, Nodes
+from deepytorch_core.bench.job import CollectivesJob, Nodes
 from deepytorch_core.bench.record import (
     COLLECTIVE_FIELDS,
     DDP_FIELDS,
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 def test_ranks_run_on_the_nodes_and_the_records_say_so() -> None:
     nodes = Nodes(ranks_per_node=(1, 1), order="cyclic", link="500mbit", delay="1ms")
-    job = Job(
+    job = CollectivesJob(
         ops=("all_reduce",),
         sizes=(4096, 262144),
         dtypes=("float32",),
@@ -59,7 +59,7 @@ def test_ranks_run_on_the_nodes_and_the_records_say_so() -> None:
 
 def test_sums_of_nodes_in_16_bits_are_right() -> None:
     """They are rounded on each node, and again."""
-    job = Job(
+    job = CollectivesJob(
         ops=("all_reduce", "reduce_scatter"),
         sizes=(4096, 1 << 20),
         dtypes=("bfloat16",),

@@ -73,10 +73,10 @@ def run_each(
     """Return for each operation the bytes that this rank's node sent, and what is said of it."""
     found = []
     for op in ops:
-        explain.run_once(rank, world_size, explain.Question(op="all_reduce", bytes=4096))
+        explain.run_once(rank, world_size, explain.PlanQuestion(op="all_reduce", bytes=4096))
         dist.barrier()
         before = sent_bytes()
-        question = explain.Question(op=op, bytes=num_bytes, world_size=world_size)
+        question = explain.PlanQuestion(op=op, bytes=num_bytes, world_size=world_size)
         _, _, groups = explain.run_once(rank, world_size, question)
         dist.barrier()
         found.append((op, sent_bytes() - before, groups))

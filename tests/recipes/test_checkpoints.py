@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from deepytorch.recipes import bert_mlm
-from deepytorch.recipes.base.config import RankError, RecipeError
+from deepytorch.recipes.base.config import RankRecipeError, RecipeError
 from deepytorch.recipes.base.options import RunOptions
 from deepytorch.recipes.base.run import Process, make_run_dir
 from deepytorch.recipes.data.batches import EndlessBatches
@@ -174,7 +174,7 @@ def test_only_the_rank_that_meets_a_bad_file_can_name_it(num_workers):
     def draw(index, epoch):
         raise RecipeError("a/05.png cannot be read as an image: it is cut off")
 
-    with pytest.raises(RankError) as failure:
+    with pytest.raises(RankRecipeError) as failure:
         next(batches_of(draw, num_workers))
     assert str(failure.value) == "a/05.png cannot be read as an image: it is cut off"
 

@@ -87,7 +87,7 @@ def test_the_loss_is_dpos():
     examples += [Example([5, 6, 9], [IGNORED_LABEL, IGNORED_LABEL, 9])]
     pair = dpo.EncodedPair(*examples, row=0)
     reference = torch.tensor([[-9.0, -5.0]])
-    batch = dpo.Data([], [pair], reference, 0, dpo.Conversation()).batch([pair])
+    batch = dpo.PreferenceData([], [pair], reference, 0, dpo.Conversation()).batch([pair])
     with torch.no_grad():
         loss = dpo.preference_loss(model, 0.5)(batch, torch.tensor(2.0)).item()
         scores = []

@@ -24,7 +24,7 @@ class Rank:
     """A rank with a model; what it gives to others is what the test says."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
-        self.watch = apart.Watch()
+        self.watch = apart.ApartWatch()
         self.model = model or torch.nn.Linear(250, 1, bias=False)
         self.given = 0
         self.optimizer = self.optimizer_of(self.model)

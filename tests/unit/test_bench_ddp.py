@@ -207,7 +207,7 @@ def resnets(monkeypatch):
         if name not in ("resnet18", "vit"):
             raise vision_models.UnknownModelError(f"no model {wanted!r}; --model list prints all")
         library = prefix or ("timm" if name == "vit" else "torchvision")
-        return vision_models.Network(name, library, image_size or 224, torch.nn.Linear)
+        return vision_models.VisionModel(name, library, image_size or 224, torch.nn.Linear)
 
     monkeypatch.setattr(vision_models, "load", load)
 

@@ -9,7 +9,7 @@ import pytest
 
 from deepytorch_core.base.provenance import read_records
 from deepytorch_core.bench import forecast
-from deepytorch_core.bench.forecast import FLAT, HIERARCHICAL, TREE, Counts, Model, Point, Shape
+from deepytorch_core.bench.forecast import FLAT, HIERARCHICAL, TREE, Counts, JobShape, Model, Point
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.network.link import Link
 from deepytorch_core.testing.emulation import Setting, seats
@@ -20,18 +20,18 @@ KIB, MIB = 1 << 10, 1 << 20
 RECORD = Path(__file__).parents[2] / "docs" / "results" / "network-cpu-2-cores.jsonl"
 
 
-def shape(nodes: int, ranks: int, order: str = "block") -> Shape:
-    return Shape.of(seats([ranks] * nodes, order))
+def shape(nodes: int, ranks: int, order: str = "block") -> JobShape:
+    return JobShape.of(seats([ranks] * nodes, order))
 
 
 def test_shapes_count_the_edges_of_the_ring_that_leave_a_node():
-    assert shape(2, 4) == Shape(nodes=2, ranks=8, leaving=1)
-    assert shape(2, 4, "cyclic") == Shape(nodes=2, ranks=8, leaving=4)
-    assert Shape.of(seats([3, 1])) == Shape(nodes=2, ranks=4, leaving=1)
+    assert shape(2, 4) == JobShape(nodes=2, ranks=8, leaving=1)
+    assert shape(2, 4, "cyclic") == JobShape(nodes=2, ranks=8, leaving=4)
+    assert JobShape.of(seats([3, 1])) == JobShape(nodes=2, ranks=4, leaving=1)
     assert 1 <= shape(4, 8, "random").leaving <= 8
 
 
-def volume(schedule: str, op: str, num_bytes: int, of: Shape) -> float:
+def volume(schedule: str, op: str, num_bytes: int, of: JobShape) -> float:
     return forecast.counts(schedule, op, num_bytes, of).volume
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from deepytorch_core.bench import graphs, memory, timing, worker
-from deepytorch_core.bench.baselines.arm import Trial
+from deepytorch_core.bench.baselines.arm import TimedArm
 from deepytorch_core.bench.collectives import Bench
-from deepytorch_core.bench.job import BenchError, Job
+from deepytorch_core.bench.job import BenchError, CollectivesJob
 from deepytorch_core.bench.ops import OPERATIONS, share_bytes
 from deepytorch_core.bench.record import COLLECTIVE_FIELDS
-from deepytorch_core.bench.rows import Measured, cases, row_of
+from deepytorch_core.bench.rows import RowMeasurement, cases, row_of
 
 
 class OneRank:
@@ -79,7 +79,7 @@ def bench_of(job, log, *, call_us=100.0, broken=False):
             if buffers.output is not buffers.input:
                 buffers.output.copy_(buffers.input)
 
-        return Trial(call, buffers, "copy")
+        return TimedArm(call, buffers, "copy")
 
     bench.prepare_ours = bench.prepare_baseline = prepare
     return bench
@@ -88,7 +88,7 @@ def bench_of(job, log, *, call_us=100.0, broken=False):
 def job_of(*ops, **changes):
     fields = {"sizes": (4096,), "dtypes": ("bfloat16",), "world_size": 1, "device": "cuda"}
     fields |= {"baseline": "nccl", "cuda_graph": True, "ours": "nccl"}
-    return Job(ops=ops, **{**fields, **changes})
+    return CollectivesJob(ops=ops, **{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,6 @@ def test_cpu_times_are_in_the_record():
     job = job_of("all_reduce", cuda_graph=False)
     (row,) = cases(job)
     comparison = timing.compare([[[10.0]], [[20.0]]])
-    record = row_of(job, row, Measured(comparison, (0, 0), ("a", ""), cpu_us=(3.21, 0.0)))
+    record = row_of(job, row, RowMeasurement(comparison, (0, 0), ("a", ""), cpu_us=(3.21, 0.0)))
     assert (record["cpu_us"], record["baseline_cpu_us"]) == (3.21, 0.0)
     assert record["cuda_graph"] is False

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from deepytorch_core.bench.job import (
     BenchError,
+    CollectivesJob,
     DdpJob,
-    Job,
     Nodes,
     format_size,
     parse_names,
@@ -19,7 +19,7 @@ from deepytorch_core.bench.job import (
 
 def job(**changes):
     fields = {"ops": ("all_reduce",), "sizes": (1024,), "dtypes": ("float32",), "world_size": 2}
-    return Job(**{**fields, **changes})
+    return CollectivesJob(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_names_once_each_in_order():
 
 def test_a_job_survives_its_way_to_the_ranks():
     original = job(sizes=(4, 8), dtypes=("float32", "int8"), registered=True, per_rank=True)
-    assert Job.from_json(original.to_json()) == original
+    assert CollectivesJob.from_json(original.to_json()) == original
     training = DdpJob(world_size=2, parameters=4096, library="/tmp/op.so")
     assert DdpJob.from_json(training.to_json()) == training
 
@@ -134,7 +134,7 @@ def test_a_bad_training_says_what_to_change(changes, message):
 def test_emulated_nodes_survive_their_way_to_the_ranks():
     nodes = Nodes(ranks_per_node=(4, 2), order="cyclic", link="1gbit", flow_cap="250mbit")
     original = job(world_size=6, nodes=nodes)
-    assert Job.from_json(original.to_json()) == original
+    assert CollectivesJob.from_json(original.to_json()) == original
     assert [seat.node for seat in original.seats] == [0, 1, 0, 1, 0, 0]
     assert [seat.device for seat in original.seats] == [0, 4, 1, 5, 2, 3]
     assert [seat.device for seat in job(world_size=3).seats] == [0, 1, 2]

@@ -4,8 +4,8 @@ import pytest
 
 from deepytorch.cli import bench_table
 from deepytorch_core.bench import timing
-from deepytorch_core.bench.job import Job
-from deepytorch_core.bench.rows import Measured, cases, row_of
+from deepytorch_core.bench.job import CollectivesJob
+from deepytorch_core.bench.rows import RowMeasurement, cases, row_of
 from deepytorch_core.metering import counts
 
 
@@ -37,10 +37,10 @@ def plan(**changes):
 
 def record(algorithm="delegate", **changes):
     fields = {"ops": ("all_gather",), "sizes": (8192,), "dtypes": ("float32",), "world_size": 2}
-    job = Job(**{**fields, "device": "cuda", "baseline": "nccl", **changes})
+    job = CollectivesJob(**{**fields, "device": "cuda", "baseline": "nccl", **changes})
     (row,) = cases(job)
     comparison = timing.compare([[[10.0]], [[20.0]]])
-    return row_of(job, row, Measured(comparison, (0, 0), (algorithm, "")))
+    return row_of(job, row, RowMeasurement(comparison, (0, 0), (algorithm, "")))
 
 
 @pytest.mark.parametrize(

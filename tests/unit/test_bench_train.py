@@ -9,7 +9,7 @@ from deepytorch import workloads
 from deepytorch.cli import app, bench_train
 from deepytorch.workloads import TrainJob, rounds
 from deepytorch_core.bench import launch, worker
-from deepytorch_core.bench.job import BenchError, Job, Nodes
+from deepytorch_core.bench.job import BenchError, CollectivesJob, Nodes
 from deepytorch_core.bench.record import TRAIN_FIELDS
 from deepytorch_core.bench.timing import BASELINE, OURS
 
@@ -209,7 +209,7 @@ def test_shared_gpus_need_mps(monkeypatch, tmp_path):
     monkeypatch.setattr(worker.os, "sched_setaffinity", lambda *_: None)
     cases = {"ops": ("all_reduce",), "sizes": (1024,), "dtypes": ("float32",)}
     nodes = Nodes(ranks_per_node=(1, 1))
-    run = Job(world_size=2, device="cuda", baseline="nccl", nodes=nodes, **cases)
+    run = CollectivesJob(world_size=2, device="cuda", baseline="nccl", nodes=nodes, **cases)
     with pytest.raises(BenchError, match="2 ranks share 1 GPUs.*nvidia-cuda-mps-control -d"):
         worker.device_of(run, 1)
     (tmp_path / "control").touch()

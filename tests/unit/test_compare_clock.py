@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepytorch_core.compare import clock
-from deepytorch_core.compare.clock import Clock, busy, pace, quartiles, steady_from
+from deepytorch_core.compare.clock import StepClock, busy, pace, quartiles, steady_from
 from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.probe import Finished, Probe
 
@@ -75,7 +75,7 @@ def test_kernels_that_overlap_are_busy_once(
 def test_a_clock_times_steps_and_leaves_the_last_few_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(100))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
-    watch = Clock(seconds=None)
+    watch = StepClock(seconds=None)
     total = 10 + UNTIMED_STEPS
     for number in range(total):
         watch.stepped(total - number - 1)
@@ -125,7 +125,7 @@ def test_the_last_steps_are_profiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.profiler, "profile", Profile)
-    watch = Clock(seconds=None)
+    watch = StepClock(seconds=None)
     for left in reversed(range(4 + UNTIMED_STEPS)):
         watch.stepped(left)
     assert done == ["start after 4", "wait", "record after 5", "wait", "stop after 9"]
@@ -137,7 +137,7 @@ def test_the_last_steps_are_profiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_profiler_that_sees_no_kernel_tells_of_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Clock(seconds=None)
+    watch = StepClock(seconds=None)
     watch._profile = SimpleNamespace(stop=lambda: None, events=list)
     watch._end_profile()
     assert watch.record()["busy_share"] is None
@@ -152,7 +152,7 @@ def _kernel(name: str, start: float, end: float, *, device: str) -> Any:
 def test_a_run_is_over_after_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    watch = Clock(seconds=5.0)
+    watch = StepClock(seconds=5.0)
     now[0] = 100.0
     assert not watch.is_over()  # no step was taken yet
     watch.stepped(1000)

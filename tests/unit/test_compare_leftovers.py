@@ -29,7 +29,7 @@ def ran(redirected: list[Path], folders: list[Path]) -> Sample:
 
 
 def note(outside: Path, files: list[Path], folders: list[Path]) -> None:
-    journal = made.Made(str(outside))
+    journal = made.MadeFiles(str(outside))
     for folder in folders:
         journal.add_folder(str(folder))
     for file in files:

@@ -51,7 +51,7 @@ def test_a_trial_under_way_is_told_apart() -> None:
     assert found is not None
     train(model, 2)
     found.regions = [Any]  # type: ignore[list-item]
-    assert found.trial == engine.Trial("compile of Linear", True, 1, LAST)
+    assert found.trial == engine.OpenTrial("compile of Linear", True, 1, LAST)
     found.regions = []
     engine.undo(model)
 

@@ -240,7 +240,7 @@ def test_compile_where_gradients_leave_float16(error: float) -> None:
     wider = {"wider": Amplifying(torch.float32, error)}
     graph = graphs.Graph(
         captured,
-        make=lambda: graphs.Made(captured, wider, {}, frozenset([0])),
+        make=lambda: graphs.CompiledGraph(captured, wider, {}, frozenset([0])),
         note=lambda used: None,
         unusual=lambda is_unusual: None,
         tell=settled.append,

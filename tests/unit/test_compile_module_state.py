@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves as leaves
 
 from deepytorch_core.compile import capture, module_state, seam
-from deepytorch_core.compile.capture import Watch
+from deepytorch_core.compile.capture import CaptureWatch
 
 
 class Net(nn.Module):
@@ -166,7 +166,7 @@ def test_compile_tells_assigned_numbers_from_tensors_on_the_host(
         lambda args: any(isinstance(one, torch.Tensor) and one.dim() == 0 for one in leaves(args)),
     )
     target, number = torch.zeros(3, 4), torch.tensor(2.0)
-    with Watch() as watch:
+    with CaptureWatch() as watch:
         target[..., 0] = 3
         target[1:, 2:] = True
     assert watch.problem is None
@@ -175,7 +175,7 @@ def test_compile_tells_assigned_numbers_from_tensors_on_the_host(
         lambda: target.fill_(number),
         lambda: target.__setitem__(torch.tensor([0, 2]), 1.0),
     ):
-        with Watch() as watch:
+        with CaptureWatch() as watch:
             target[0] = 1.0
             assign()
         assert watch.problem is not None
@@ -183,7 +183,7 @@ def test_compile_tells_assigned_numbers_from_tensors_on_the_host(
 
 
 def test_compile_watches_operations_for_what_a_graph_would_freeze() -> None:
-    with Watch() as watch:
+    with CaptureWatch() as watch:
         torch.ones(3) + 1
     assert watch.problem is None
     import torch.distributed as dist
@@ -192,7 +192,7 @@ def test_compile_watches_operations_for_what_a_graph_would_freeze() -> None:
     # Not gloo: torch's may abort the process that lets its group go.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        with Watch() as watch:
+        with CaptureWatch() as watch:
             dist.all_reduce(torch.ones(3))
     finally:
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepytorch_core.nn import cross_entropy as fused
-from deepytorch_core.nn.kernels import Setting
+from deepytorch_core.nn.kernels import KernelSetting
 from deepytorch_core.nn.swaps import cross_entropy as swap
 
 GPU = torch.device("cuda")
@@ -174,5 +174,5 @@ def test_a_model_with_many_classes_under_autocast_has_the_place(
     width: int, autocast: torch.dtype | None, device: torch.device, is_found: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, width))
-    places = list(swap.find(Setting(model=model, device=device, autocast=autocast)))
+    places = list(swap.find(KernelSetting(model=model, device=device, autocast=autocast)))
     assert [one.what for one in places] == ([f"cross-entropy({width})"] if is_found else [])

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs/messages.md"
 # option to change, and a wrong argument in a program of one's own is a plain ValueError.
 SPEAKERS = {"say", "say_first", "say_once", "warn", "NotImplementedError", "RuntimeError"}
 SPEAKERS |= {"AdapterError", "CompareError", "HorovodInternalError", "IntegrationError"}
-SPEAKERS |= {"RecipeError", "RankError", "TuneError"}
+SPEAKERS |= {"RecipeError", "RankRecipeError", "TuneError"}
 FOLDERS = ("deepytorch", "deepytorch_core", "integrations", "recipes")
 # Those of doctor are on a page of its own, docs/doctor.md.
 APART = ("deepytorch_core/testing/", "deepytorch_core/bench/", "deepytorch_core/doctor/")

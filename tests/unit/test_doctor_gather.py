@@ -346,8 +346,8 @@ def test_lines_of_nvidia_smi() -> None:
     hot, idle = smi.parse(text)
     assert (hot.pci, hot.celsius, hot.held_down_by) == (GPU, 91.0, 0x48)
     assert (idle.pci, idle.power_state, idle.uncorrected_errors) == ("0000:3b:00.0", "P8", 0)
-    assert [f.state for f in clocks.judge(clocks.Facts((hot, idle), ()))] == [State.FAIL]
-    assert [f.state for f in clocks.judge(clocks.Facts((idle,), ()))] == [State.OKAY]
+    assert [f.state for f in clocks.judge(clocks.ClockFacts((hot, idle), ()))] == [State.FAIL]
+    assert [f.state for f in clocks.judge(clocks.ClockFacts((idle,), ()))] == [State.OKAY]
 
 
 def test_ranges_of_frameworks_are_those_of_the_adapters() -> None:

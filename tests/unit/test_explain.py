@@ -66,7 +66,7 @@ def call(**changes: Any) -> dict[str, Any]:
     return values | changes
 
 
-QUESTION = explain.Question(op="all_reduce", bytes=4 << 20)
+QUESTION = explain.PlanQuestion(op="all_reduce", bytes=4 << 20)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ QUESTION = explain.Question(op="all_reduce", bytes=4 << 20)
 )
 def test_a_wrong_question_lists_what_is_valid(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BenchError) as raised:
-        explain.Question(**({"op": "all_reduce", "bytes": 4096} | changes))
+        explain.PlanQuestion(**({"op": "all_reduce", "bytes": 4096} | changes))
     assert message in str(raised.value)
 
 
@@ -124,7 +124,7 @@ def test_what_gpus_decide_is_not_what_the_host_does() -> None:
     assert [candidate.chosen for candidate in found.candidates] == [False, True, False]
     assert [candidate.speedup for candidate in found.candidates] == [1.2, 1.5, 1.0]
     # A part is that of the group the times are of.
-    question = explain.Question(op="all_gather", bytes=16 << 20, world_size=2)
+    question = explain.PlanQuestion(op="all_gather", bytes=16 << 20, world_size=2)
     (found,) = explain.device_answers(question, [GPU_PLAN | {"op": "all_gather"}])
     assert found.buffer_bytes == 4 << 20
 
@@ -176,7 +176,7 @@ def test_tables_of_gpus_come_from_the_profile(tmp_path: Path) -> None:
 
 
 def test_sizes_of_shared_buffers_are_one_ranks_share() -> None:
-    question = explain.Question(op="all_gather", bytes=8 << 20, world_size=2)
+    question = explain.PlanQuestion(op="all_gather", bytes=8 << 20, world_size=2)
     found = explain.answer(question, [plan(op="all_gather")], [call(op="all_gather")])
     assert found.buffer_bytes == 4 << 20
     assert found.candidates
@@ -198,10 +198,10 @@ def test_without_gloo_there_is_nothing_to_compare_with() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[explain.Question]:
-    questions: list[explain.Question] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[explain.PlanQuestion]:
+    questions: list[explain.PlanQuestion] = []
 
-    def ask(question: explain.Question) -> explain.Answer:
+    def ask(question: explain.PlanQuestion) -> explain.Answer:
         questions.append(question)
         devices = explain.device_answers(question, [GPU_PLAN])
         return dataclasses.replace(explain.answer(question, [plan()], [call()]), devices=devices)
@@ -210,7 +210,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[explain.Question]:
     return questions
 
 
-def test_the_command_prints_candidates_and_the_choice(asked: list[explain.Question]) -> None:
+def test_the_command_prints_candidates_and_the_choice(asked: list[explain.PlanQuestion]) -> None:
     result = CliRunner().invoke(cli.app, ["explain", "all_reduce", "4M", "--world-size", "2"])
     assert result.exit_code == 0, result.output
     for text in (
@@ -230,10 +230,10 @@ def test_the_command_prints_candidates_and_the_choice(asked: list[explain.Questi
     lines = [line for line in result.output.splitlines() if line.lstrip().startswith("*")]
     assert ["128K" in line for line in lines] == [True, False]
     assert "16 x 512" in lines[1]
-    assert asked == [explain.Question(op="all_reduce", bytes=4 << 20, tune="off")]
+    assert asked == [explain.PlanQuestion(op="all_reduce", bytes=4 << 20, tune="off")]
 
 
-def test_the_command_measures_and_prints_json(asked: list[explain.Question]) -> None:
+def test_the_command_measures_and_prints_json(asked: list[explain.PlanQuestion]) -> None:
     arguments = ["explain", "all_reduce", "4M", "--measure", "--json", "--dtype", "bfloat16"]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
@@ -301,9 +301,9 @@ def test_a_plan_between_nodes_is_that_of_the_operation_and_algorithm() -> None:
 def test_the_command_prints_a_plan_between_nodes_step_by_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    questions: list[explain.Question] = []
+    questions: list[explain.PlanQuestion] = []
 
-    def ask(question: explain.Question) -> explain.Answer:
+    def ask(question: explain.PlanQuestion) -> explain.Answer:
         questions.append(question)
         assert question.nodes is not None
         network = {"link_mbit": 1000.0, "flow_cap_mbit": None, "delay_ms": 0.0}

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepytorch_core import guard
 from deepytorch_core.base import decisions, patching
 from deepytorch_core.nn import fused_adam
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 from deepytorch_core.nn.swaps import fused_adam as swap
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
     fake = FakeKernel()
     made: Any = types.ModuleType("adam_kernels")
     made.launch = fake.launch
-    made.Shape = functools.partial(types.SimpleNamespace, chunk=128)
+    made.LaunchShape = functools.partial(types.SimpleNamespace, chunk=128)
     monkeypatch.setitem(sys.modules, "deepytorch_core.nn.adam_kernels", made)
     monkeypatch.setattr("deepytorch_core.nn.adam_kernels", made, raising=False)
     monkeypatch.setattr(swap, "_has_triton", lambda: True)
@@ -409,7 +409,7 @@ def test_a_fused_optimizer_gets_it_by_kernels_on(fused: bool | None, kernel: Fak
     own, stock = parameters(), parameters()
     optimizer = torch.optim.AdamW(own, fused=fused)
     reference = torch.optim.AdamW(stock, foreach=False)
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     swapped = apply_kernels(setting, "on")
     assert swapped.names["fused AdamW(float32)"] == "triton"
     kernel.num_launches = 0
@@ -443,7 +443,7 @@ def test_it_is_tried_on_tensors_of_its_own_and_kept_if_faster(
     own = parameters()
     kept = copy.deepcopy(own)
     optimizer = torch.optim.AdamW(own, fused=True)
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     swapped = apply_kernels(setting)
     decision = decisions_made()["fused AdamW(float32)"]
     assert decision["chosen"] == ("triton" if is_faster else "stock")
@@ -471,7 +471,7 @@ def test_optimizers_that_it_is_not_for_are_told(
     reason: str, make: Make, kernel: FakeKernel
 ) -> None:
     optimizer = make(parameters())
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     assert not apply_kernels(setting, "on").names
     found = decisions_made()[f"fused {type(optimizer).__name__}(float32)"]
     assert found["chosen"] == "stock"
@@ -488,9 +488,11 @@ def test_only_torchs_own_fused_optimizers_are_found(kernel: FakeKernel) -> None:
         torch.optim.AdamW(parameters()),
         torch.optim.AdamW(parameters(), fused=True),
     ]
-    setting = Setting(model=nn.Linear(1, 1), optimizers=optimizers, device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=optimizers, device=CPU)
     assert [one.targets for one in swap.find(setting)] == [(optimizers[3],)]
-    setting = Setting(model=nn.Linear(1, 1), optimizers=optimizers, device=torch.device("meta"))
+    setting = KernelSetting(
+        model=nn.Linear(1, 1), optimizers=optimizers, device=torch.device("meta")
+    )
     assert not list(swap.find(setting))
 
 
@@ -499,7 +501,7 @@ def test_replicas_are_compared_bit_by_bit(
 ) -> None:
     own = [nn.Parameter(one.detach().bfloat16()) for one in parameters()]
     optimizer = torch.optim.AdamW(own, fused=True)
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     (place,) = swap.find(setting)
     assert not any(one.dtype == torch.int16 for one in place.probe().run())
     monkeypatch.setattr(swap, "_are_replicas", lambda setting: True)

@@ -27,11 +27,11 @@ def some_ranks(count: int) -> list[Rank]:
 
 @contextmanager
 def clerk(
-    desk: inquiry.Desk, serve: Callable[[inquiry.Question], None]
-) -> Iterator[list[inquiry.Question]]:
+    desk: inquiry.Desk, serve: Callable[[inquiry.EvidenceRequest], None]
+) -> Iterator[list[inquiry.EvidenceRequest]]:
     """A thread that takes questions as live.py's does."""
     over = threading.Event()
-    taken: list[inquiry.Question] = []
+    taken: list[inquiry.EvidenceRequest] = []
 
     def work() -> None:
         while not over.is_set():
@@ -66,7 +66,7 @@ def test_what_is_answered_comes_back_whole(desk: inquiry.Desk) -> None:
     for count in (0, 1, 77):
         with clerk(desk, lambda question: desk.reply(question, some_ranks(count))) as taken:  # noqa: B023
             answer = inquiry.ask([SELF], how=inquiry.AGAIN if count == 77 else inquiry.GENTLY)
-        assert answer == inquiry.Answer(tuple(some_ranks(count)))
+        assert answer == inquiry.EvidenceReply(tuple(some_ranks(count)))
         expected = inquiry.AGAIN if count == 77 else inquiry.GENTLY
         assert [question.how for question in taken] == [expected]
     assert descriptors() == before
@@ -77,7 +77,7 @@ def test_why_nobody_can_be_asked(desk: inquiry.Desk) -> None:
     with clerk(desk, lambda question: None):
         assert "store did not answer" in inquiry.ask([SELF], limit_s=0.5).problem
     with clerk(desk, lambda question: desk.reply(question, [], problem="the store is gone")):
-        assert inquiry.ask([SELF]) == inquiry.Answer(problem="the store is gone")
+        assert inquiry.ask([SELF]) == inquiry.EvidenceReply(problem="the store is gone")
     with clerk(desk, lambda question: desk.close()):
         assert "no process of this node listens" in inquiry.ask([SELF]).problem
     assert "no process of this node listens" in inquiry.ask([SELF, 1 << 30]).problem
@@ -87,7 +87,7 @@ def test_a_last_word_is_heard() -> None:
     for _ in range(20):
         desk = inquiry.Desk()
 
-        def end(question: inquiry.Question) -> None:
+        def end(question: inquiry.EvidenceRequest) -> None:
             desk.reply(question, [], problem="the store is gone")  # noqa: B023
             desk.close()  # noqa: B023
 
@@ -107,8 +107,8 @@ def test_what_is_no_question_is_none(desk: inquiry.Desk) -> None:
 
 
 def test_answers_of_others_and_lies_are_left_out(desk: inquiry.Desk) -> None:
-    def lie(question: inquiry.Question) -> None:
-        desk.reply(inquiry.Question("fff", inquiry.FIRST, until=0.0), some_ranks(2))
+    def lie(question: inquiry.EvidenceRequest) -> None:
+        desk.reply(inquiry.EvidenceRequest("fff", inquiry.FIRST, until=0.0), some_ranks(2))
         for ranks in ([1, {}, "x", evidence.to_json(Rank(5))], []):
             desk._write({"token": question.token, "ranks": ranks})
 
@@ -119,7 +119,7 @@ def test_answers_of_others_and_lies_are_left_out(desk: inquiry.Desk) -> None:
 def test_two_that_ask_at_once_both_get_theirs(desk: inquiry.Desk) -> None:
     found: list[Sequence[Rank]] = []
 
-    def slowly(question: inquiry.Question) -> None:
+    def slowly(question: inquiry.EvidenceRequest) -> None:
         time.sleep(0.1)
         desk.reply(question, some_ranks(5))
 

@@ -175,7 +175,7 @@ def one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     records = tuple(Record(70 + n, n, 4, 0, "b", "", "job1", {}, 5, 1.0, (), ()) for n in range(3))
     monkeypatch.setattr(hang, "_BETWEEN_LOOKS_S", 0.0)
     monkeypatch.setattr(
-        collect, "jobs", lambda pids=None, name=None: [collect.Job("job1", records)]
+        collect, "jobs", lambda pids=None, name=None: [collect.HungJob("job1", records)]
     )
 
     def ranks(records: list[Record], *, stacks_limit_s: float | None) -> list[Rank]:
@@ -210,11 +210,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [evidence.from_json(json.dumps(one)).rank for one in found["ranks"]] == [0, 1, 2]
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.Answer) -> list[bool]:
+def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.EvidenceReply) -> list[bool]:
     """Has other nodes answer so, one after the other; returns which were asked for again."""
     asked: list[bool] = []
 
-    def ask(pids: list[int], *, how: str = inquiry.FIRST) -> inquiry.Answer:
+    def ask(pids: list[int], *, how: str = inquiry.FIRST) -> inquiry.EvidenceReply:
         assert pids == [70, 71, 72]
         asked.append(how == inquiry.AGAIN)
         return given[len(asked) - 1]
@@ -223,9 +223,9 @@ def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.Answer) -> list[boo
     return asked
 
 
-def of_rank_3(*, inside: bool, pid: int = 99, **changes: Any) -> inquiry.Answer:
+def of_rank_3(*, inside: bool, pid: int = 99, **changes: Any) -> inquiry.EvidenceReply:
     (*_, one) = job_of(4, behind=-1 if inside else 3)
-    return inquiry.Answer((dataclasses.replace(one, pid=pid, host="c", **changes),))
+    return inquiry.EvidenceReply((dataclasses.replace(one, pid=pid, host="c", **changes),))
 
 
 @pytest.mark.usefixtures("one_job")
@@ -247,7 +247,7 @@ def test_ranks_of_other_nodes_are_in_the_verdict_and_the_table(
 def test_a_rank_of_which_nothing_is_known_is_not_blamed_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    silent = inquiry.Answer((Rank(3, "c", 99, evidence.MISSING, ": nobody answered"),))
+    silent = inquiry.EvidenceReply((Rank(3, "c", 99, evidence.MISSING, ": nobody answered"),))
     answers(monkeypatch, silent, silent)
     run("report", "--hang")
     lines = capsys.readouterr().out.splitlines()
@@ -269,7 +269,7 @@ def test_what_a_second_look_does_not_confirm_is_no_hang(
     (found,) = json.loads(capsys.readouterr().out)
     assert found["verdict"]["kind"] == verdict.NO_HANG, found["verdict"]
     # A node that was too slow the second time takes nothing back.
-    lost = inquiry.Answer((Rank(3, "c", 99, evidence.MISSING),))
+    lost = inquiry.EvidenceReply((Rank(3, "c", 99, evidence.MISSING),))
     answers(monkeypatch, of_rank_3(inside=False), lost)
     run("report", "--hang", "--json")
     (found,) = json.loads(capsys.readouterr().out)

@@ -96,7 +96,7 @@ def told(
         return max((clock.now_s - at for at, end in waits if at <= clock.now_s < end), default=0.0)
 
     monkeypatch.setattr(_core, "longest_wait_s", age_s)
-    watch = object.__new__(waiting.Watch)
+    watch = object.__new__(waiting.HangWatch)
     watch._over = clock  # type: ignore[assignment]
 
     def tell(*, is_start: bool) -> bool:
@@ -151,9 +151,9 @@ def speak(
         Record(one.pid, one.rank, 3, 0, "a", "", "job", {}, 0, 0.0, one.groups, one.operations)
         for one in ranks
     )
-    monkeypatch.setattr(collect, "jobs", lambda name: [collect.Job(name, records)])
+    monkeypatch.setattr(collect, "jobs", lambda name: [collect.HungJob(name, records)])
     monkeypatch.setattr(collect, "ranks", lambda records, **how: list(ranks))
-    watch = object.__new__(waiting.Watch)
+    watch = object.__new__(waiting.HangWatch)
     watch._job, watch._rank, watch._over = "job", own, Clock(1.0)  # type: ignore[assignment]
     watch._asks = lambda: True
     watch._tell(is_start=is_start)
@@ -221,9 +221,9 @@ def test_that_other_nodes_can_not_be_asked_is_said(
 ) -> None:
     asked = []
 
-    def ask(pids: list[int], *, how: str) -> inquiry.Answer:
+    def ask(pids: list[int], *, how: str) -> inquiry.EvidenceReply:
         asked.append((pids, how))
-        return inquiry.Answer(problem="the store is gone")
+        return inquiry.EvidenceReply(problem="the store is gone")
 
     monkeypatch.setattr(inquiry, "ask", ask)
     said = speak(monkeypatch, capsys, 0, rank(0, REDUCE), rank(1, REDUCE))

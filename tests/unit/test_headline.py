@@ -16,7 +16,7 @@ from deepytorch.workloads import headline
 from deepytorch.workloads.headline import diffusion, page, run, vision
 from deepytorch.workloads.headline.job import ArmJob, TogetherJob, layers_that_fit, lengths
 from deepytorch.workloads.headline.precision import Precision
-from deepytorch.workloads.headline.vision import Arm
+from deepytorch.workloads.headline.vision import ImageArm
 from deepytorch_core.bench import tables
 from deepytorch_core.bench.job import BenchError, Nodes
 from deepytorch_core.bench.record import WORKLOAD_FIELDS
@@ -267,7 +267,9 @@ def test_a_cache_saves_the_encoders_and_changes_nothing_else(
     for arm in ("plain", "ours"):
         torch.manual_seed(0)
         one = job("sd21-dreambooth-loop", world_size=1, arm=arm)
-        loops.append(diffusion.Pipeline(Arm(one, device, Precision("fp32", device), layout=False)))
+        loops.append(
+            diffusion.Pipeline(ImageArm(one, device, Precision("fp32", device), layout=False))
+        )
     first = loops[0].batch(0)
     encoded: list[list[int]] = [[], []]
     for loop, counted in zip(loops, encoded, strict=True):
@@ -285,7 +287,7 @@ def test_a_cache_saves_the_encoders_and_changes_nothing_else(
 class _Watched(vision.Classifier):
     """Says where its batches are asked for, as encoders would compute otherwise there."""
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: ImageArm) -> None:
         super().__init__(arm)
         self.under_autocast: list[bool] = []
 
@@ -299,7 +301,7 @@ def test_batches_are_made_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     made: list[_Watched] = []
 
-    def family(arm: Arm) -> _Watched:
+    def family(arm: ImageArm) -> _Watched:
         made.append(_Watched(arm))
         return made[0]
 

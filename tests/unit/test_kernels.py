@@ -14,7 +14,14 @@ from deepytorch_core import guard
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.nn import kernels
-from deepytorch_core.nn.kernels import Kernel, Place, Probe, Setting, Undo, apply_kernels
+from deepytorch_core.nn.kernels import (
+    Kernel,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
+    Undo,
+    apply_kernels,
+)
 from deepytorch_core.nn.swaps import fused_optimizer
 
 pytestmark = pytest.mark.usefixtures("quiet_profile")
@@ -53,7 +60,7 @@ def test_kernels_that_are_exact_stay_with_on_and_come_out_again() -> None:
     x = torch.randn(5, 6)
     expected = network(x)
     before = copy.deepcopy(network.state_dict())
-    swapped = apply_kernels(Setting(model=network, device=CPU), "on")
+    swapped = apply_kernels(KernelSetting(model=network, device=CPU), "on")
     assert swapped.names == {"OwnRMSNorm(6)": "torch"}
     assert all("forward" in vars(network[index]) for index in (1, 3))
     torch.testing.assert_close(network(x), expected)
@@ -69,7 +76,7 @@ def test_kernels_that_are_exact_stay_with_on_and_come_out_again() -> None:
 def test_kernels_that_compute_something_else_are_dropped() -> None:
     for mode in ("on", "auto"):
         network = model(offset=1.0)
-        assert not apply_kernels(Setting(model=network, device=CPU), mode).names
+        assert not apply_kernels(KernelSetting(model=network, device=CPU), mode).names
         decision = made()["OwnRMSNorm(6)"]
         assert decision["chosen"] == "stock"
         assert "differs by" in decision["dropped"]["torch"]
@@ -77,17 +84,17 @@ def test_kernels_that_compute_something_else_are_dropped() -> None:
 
 
 def test_kernels_off_looks_at_nothing() -> None:
-    assert not apply_kernels(Setting(model=model(), device=CPU), "off").names
+    assert not apply_kernels(KernelSetting(model=model(), device=CPU), "off").names
     assert not decisions.made()
     with pytest.raises(ValueError, match="kernels='fast': expected auto, on or off"):
-        apply_kernels(Setting(model=model(), device=CPU), "fast")
+        apply_kernels(KernelSetting(model=model(), device=CPU), "fast")
 
 
 def test_kernels_auto_measures_and_a_second_run_asks_the_profile() -> None:
-    apply_kernels(Setting(model=model(), device=CPU))
+    apply_kernels(KernelSetting(model=model(), device=CPU))
     first = made()["OwnRMSNorm(6)"]
     assert set(first["times_ms"]) == {"stock", "torch"}
-    apply_kernels(Setting(model=model(), device=CPU))
+    apply_kernels(KernelSetting(model=model(), device=CPU))
     second = made()["OwnRMSNorm(6)"]
     assert (second["chosen"], second["reason"]) == (first["chosen"], "from the profile")
 
@@ -96,7 +103,7 @@ def test_kernels_auto_measures_nothing_with_tune_off_or_deterministic() -> None:
     for option in ({"tune": "off"}, {"deterministic": True}):
         config.set_current(Options(profile=None, log="error", **option))
         network = model()
-        assert not apply_kernels(Setting(model=network, device=CPU)).names
+        assert not apply_kernels(KernelSetting(model=network, device=CPU)).names
         assert made()["OwnRMSNorm(6)"]["reason"].startswith("not measured")
 
 
@@ -114,10 +121,10 @@ def bench_kernel(label: str, units: int, problem: str | None = None) -> Kernel:
         kind = "bench"
         name = label
 
-        def why_not(self, place: Place, setting: Setting) -> str | None:
+        def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
             return problem
 
-        def apply(self, target: Any, setting: Setting) -> Undo:
+        def apply(self, target: Any, setting: KernelSetting) -> Undo:
             before, target.units = target.units, units
             return lambda: setattr(target, "units", before)
 
@@ -141,7 +148,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(guard, "interleaved", measure)
 
     def run(found: list[Kernel], target: Bench, *, saves_memory: bool) -> dict[str, str]:
-        def probe() -> Probe:
+        def probe() -> KernelProbe:
             copied = copy.deepcopy(target)
 
             def compute() -> torch.Tensor:
@@ -149,14 +156,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
                 (copied.bias * 1.0).backward()
                 return copied.bias.detach() + 3.0
 
-            return Probe(copied, copied, compute)
+            return KernelProbe(copied, copied, compute)
 
-        place = Place(
+        place = KernelPlace(
             kind="bench", what="bench", targets=(target,), probe=probe, saves_memory=saves_memory
         )
         monkeypatch.setattr(kernels, "_finders", {"bench": lambda setting: [place]})
         monkeypatch.setattr(kernels, "_kernels", {one.name: one for one in found})
-        return apply_kernels(Setting(model=target, device=CPU)).names
+        return apply_kernels(KernelSetting(model=target, device=CPU)).names
 
     return run
 
@@ -198,7 +205,7 @@ def test_kernels_that_can_not_serve_say_why(bench: Any) -> None:
 
 def test_kernels_of_a_copied_model_belong_to_the_copy() -> None:
     network = model()
-    swapped = apply_kernels(Setting(model=network, device=CPU), "on")
+    swapped = apply_kernels(KernelSetting(model=network, device=CPU), "on")
     copied = copy.deepcopy(network)
     with torch.no_grad():
         copied[1].weight.fill_(2.0)
@@ -209,7 +216,7 @@ def test_kernels_of_a_copied_model_belong_to_the_copy() -> None:
 
 def test_kernels_give_way_where_dtypes_are_mixed_and_under_a_compiler() -> None:
     network = model()
-    apply_kernels(Setting(model=network, device=CPU), "on")
+    apply_kernels(KernelSetting(model=network, device=CPU), "on")
     half = torch.randn(3, 6).bfloat16()
     assert network[1](half).dtype == torch.float32, "as the class's own promotes"
     traced: list[torch.fx.GraphModule] = []
@@ -260,7 +267,7 @@ def test_kernels_fused_optimizer_goes_on_with_its_state_both_ways(make: Any) -> 
     for number in range(9):
         if number == 3:
             switched = apply_kernels(
-                Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), "on"
+                KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), "on"
             )
             assert switched.names == {type(optimizer).__name__: "fused"}
             seen = fused_in_steps(optimizer)
@@ -283,7 +290,9 @@ def test_kernels_fused_optimizer_skips_a_step_whose_gradients_overflow(make: Any
     for mode in ("off", "on"):
         network = model()
         optimizer = make(network.parameters())
-        apply_kernels(Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode)
+        apply_kernels(
+            KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode
+        )
         calls.append(0)
 
         def count(*_: Any) -> None:
@@ -312,7 +321,9 @@ def test_kernels_fused_optimizer_takes_a_gradient_that_comes_later() -> None:
     for mode in ("off", "on"):
         network = model()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-        apply_kernels(Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode)
+        apply_kernels(
+            KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU), mode
+        )
         step(network[0], optimizer, 0)
         step(network, optimizer, 1)
         results.append(network.state_dict())
@@ -325,7 +336,7 @@ def test_kernels_fused_optimizer_saves_what_stock_would(make: Any) -> None:
     network = model()
     optimizer = make(network.parameters())
     stock = [dict(group) for group in optimizer.state_dict()["param_groups"]]
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     swapped = apply_kernels(setting, "on")
     step(network, optimizer, 0)
     saved = optimizer.state_dict()
@@ -342,7 +353,7 @@ def test_kernels_fused_optimizer_stays_fused_after_loading_a_stock_checkpoint() 
     network, reference = model(), model()
     optimizer = torch.optim.AdamW(network.parameters())
     stock = torch.optim.AdamW(reference.parameters())
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     swapped = apply_kernels(setting, "on")
     for number in range(3):
         step(reference, stock, number)
@@ -371,7 +382,7 @@ def test_kernels_fused_optimizer_stays_fused_after_loading_a_stock_checkpoint() 
 )
 def test_kernels_fused_optimizer_leaves_what_was_asked_for(reason: str, make: Any) -> None:
     optimizer = make(model().parameters())
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     assert not apply_kernels(setting, "on").names
     assert reason in made()["AdamW"]["reason"]
 
@@ -379,7 +390,9 @@ def test_kernels_fused_optimizer_leaves_what_was_asked_for(reason: str, make: An
 def test_kernels_fused_optimizer_leaves_sparse_gradients_and_strangers() -> None:
     sparse = nn.Embedding(3, 2, sparse=True)
     optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
-    assert not apply_kernels(Setting(model=sparse, optimizers=[optimizer], device=CPU), "on").names
+    assert not apply_kernels(
+        KernelSetting(model=sparse, optimizers=[optimizer], device=CPU), "on"
+    ).names
     assert "sparse" in made()["SGD"]["reason"]
 
     class Rows(nn.Module):
@@ -398,7 +411,7 @@ def test_kernels_fused_optimizer_leaves_sparse_gradients_and_strangers() -> None
     for mode in ("off", "on"):
         rows = Rows()
         optimizer = torch.optim.SGD(rows.parameters(), lr=0.1, momentum=0.5)
-        apply_kernels(Setting(model=rows, optimizers=[optimizer], device=CPU), mode)
+        apply_kernels(KernelSetting(model=rows, optimizers=[optimizer], device=CPU), mode)
         for _ in range(3):
             optimizer.zero_grad()
             rows(torch.tensor([0, 3])).square().sum().backward()
@@ -412,5 +425,5 @@ def test_kernels_fused_optimizer_leaves_sparse_gradients_and_strangers() -> None
 
     strange = [Own(model().parameters()), torch.optim.Adagrad(model().parameters())]
     fused = torch.optim.AdamW(model().parameters(), fused=True)
-    setting = Setting(model=nn.Linear(1, 1), optimizers=[*strange, fused], device=CPU)
+    setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[*strange, fused], device=CPU)
     assert not list(fused_optimizer.find(setting))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepytorch_core import guard
 from deepytorch_core.base import decisions
 from deepytorch_core.nn import channels_last
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 
 pytestmark = pytest.mark.usefixtures("quiet_profile")
 
@@ -120,7 +120,9 @@ def test_kernels_channels_last_changes_nothing_of_weights_gradients_and_state(
     keywords = {"lr": 0.01, **({"momentum": 0.9} if make is torch.optim.SGD else {})}
     ours, stock = (make(one.parameters(), **keywords) for one in (model, reference))
     if is_fused:
-        setting = Setting(model=nn.Linear(1, 1), optimizers=[ours], device=torch.device("cpu"))
+        setting = KernelSetting(
+            model=nn.Linear(1, 1), optimizers=[ours], device=torch.device("cpu")
+        )
         assert apply_kernels(setting, "on").names
     undo = channels_last.choose(model, mode="on")
     assert is_channels_last(model)

@@ -17,7 +17,7 @@ from deepytorch.integrations.kernels import masked_loss  # noqa: E402
 from deepytorch.integrations.transformers import pack_batches  # noqa: E402
 from deepytorch_core.base import decisions  # noqa: E402
 from deepytorch_core.nn.deferred_logits import DeferredLogits  # noqa: E402
-from deepytorch_core.nn.kernels import Setting, apply_kernels  # noqa: E402
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet_profile")
 
@@ -49,7 +49,7 @@ def train(model: Any, ours: bool, share: float = 0.2) -> list[Any]:
     loader: DataLoader[Any] = DataLoader(numbers, collate_fn=lambda one: batch(one[0], share))
     names: dict[str, str] = {}
     if ours:
-        names = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on").names
+        names = apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on").names
         assert pack_batches(model, "on", loaders=[loader])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -79,7 +79,7 @@ def test_kernels_masked_loss_computes_the_head_for_targets_alone() -> None:
     rows = []
     decoder = model.get_output_embeddings()
     stock = decoder.forward
-    apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+    apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on")
     decoder.forward = lambda hidden: rows.append(hidden.shape[:-1].numel()) or stock(hidden)
     given = batch(3)
     num_targets = int((given["labels"] != -100).sum())
@@ -98,7 +98,7 @@ def test_kernels_masked_loss_gives_logits_to_whoever_reads_them() -> None:
     model = made("Bert")
     given = batch(1)
     expected = model(**given)
-    swapped = apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+    swapped = apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on")
     with masked_loss._expecting(masked_loss.most_targets(given["labels"].numel())):
         output = model(**given)
     torch.testing.assert_close(output.loss, expected.loss)
@@ -118,7 +118,7 @@ def test_kernels_masked_loss_gives_logits_to_whoever_reads_them() -> None:
 
 def test_kernels_masked_loss_copies_and_pickles_a_head_alone() -> None:
     model = made("Bert")
-    apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+    apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on")
     hidden = torch.randn(2, 5, 32)
     for copied in (copy.deepcopy(model.cls), pickle.loads(pickle.dumps(model.cls))):
         assert copied.forward.head is copied
@@ -141,14 +141,14 @@ def test_kernels_masked_loss_leaves_labels_on_padding_to_stock() -> None:
     given = batch(2)
     given["labels"] = given["input_ids"].clone()
     expected = copy.deepcopy(model)(**given).loss
-    apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+    apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on")
     assert pack_batches(model, "auto")
     assert model(**given).loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_kernels_masked_loss_more_targets_than_expected_are_an_error() -> None:
     model = made("Bert")
-    apply_kernels(Setting(model=model, device=torch.device("cpu")), "on")
+    apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on")
     given = batch(2, share=0.9)
     with masked_loss._expecting(8), pytest.raises(RuntimeError, match="labels were changed"):
         model(**given)
@@ -156,7 +156,7 @@ def test_kernels_masked_loss_more_targets_than_expected_are_an_error() -> None:
 
 def test_kernels_masked_loss_is_measured_with_auto() -> None:
     model = made("Bert")
-    apply_kernels(Setting(model=model, device=torch.device("cpu")), "auto")
+    apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "auto")
     what = f"loss of BertForMaskedLM({VOCABULARY})"
     (decision,) = (one for one in decisions.made() if one["what"] == what)
     assert set(decision["times_ms"]) == {"stock", "masked tokens"}

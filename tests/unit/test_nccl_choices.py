@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from deepytorch.cli import app
 from deepytorch_core.bench import launch, nccl_choices, tables, timing
 from deepytorch_core.bench.job import BenchError
-from deepytorch_core.bench.nccl_choices import Candidate, ChoicesJob, Found, Trial
-from deepytorch_core.bench.ops import Operation
+from deepytorch_core.bench.nccl_choices import ChoicesJob, Found, NcclCandidate, NcclTrial
+from deepytorch_core.bench.ops import Collective
 from deepytorch_core.network import nccl_table
 
-TREE, RING = Candidate("tree", "simple"), Candidate("ring", "ll")
+TREE, RING = NcclCandidate("tree", "simple"), NcclCandidate("ring", "ll")
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ class Fake:
     """
 
     def __init__(self) -> None:
-        self.open: list[Candidate] = []
+        self.open: list[NcclCandidate] = []
         self.lucky = True
 
-    def own(self, op: Operation, num_bytes: int) -> Call:
+    def own(self, op: Collective, num_bytes: int) -> Call:
         return Call(num_bytes / 100)
 
     @contextlib.contextmanager
-    def choosing(self, candidate: Candidate) -> Iterator[Callable[[Operation, int], Call]]:
+    def choosing(self, candidate: NcclCandidate) -> Iterator[Callable[[Collective, int], Call]]:
         self.open.append(candidate)
         assert len(self.open) == 1, "a communicator holds memory: one at a time"
 
-        def bind(op: Operation, num_bytes: int) -> Call:
+        def bind(op: Collective, num_bytes: int) -> Call:
             is_faster = candidate == TREE and num_bytes >= 1 << 20
             if candidate == RING and num_bytes == 1 << 16 and op.name == "all_reduce":
                 is_faster, self.lucky = self.lucky, False
@@ -127,16 +127,16 @@ def test_every_candidate_is_measured_and_the_best_ones_become_the_table(tmp_path
 def test_only_what_is_faster_beyond_the_noise_is_chosen(
     speedup: float, spread: tuple[float, float], is_chosen: bool
 ) -> None:
-    comparison = timing.Comparison(1.0, speedup, speedup, spread, 8)
-    found = [Found(Trial("all_reduce", 1024, TREE), comparison)]
+    comparison = timing.TimeComparison(1.0, speedup, speedup, spread, 8)
+    found = [Found(NcclTrial("all_reduce", 1024, TREE), comparison)]
     assert bool(nccl_choices.best(found)) == is_chosen
 
 
 def test_the_fastest_is_chosen_in_any_order() -> None:
     found = [
         Found(
-            Trial("all_reduce", 1024, candidate),
-            timing.Comparison(1.0, gain, gain, (gain, gain), 8),
+            NcclTrial("all_reduce", 1024, candidate),
+            timing.TimeComparison(1.0, gain, gain, (gain, gain), 8),
         )
         for candidate, gain in ((TREE, 1.2), (RING, 1.4))
     ]

@@ -390,9 +390,9 @@ def test_saved_and_copied_models_know_nothing_of_it() -> None:
 
 def test_patience_waits_for_a_run_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     config.set_current(dataclasses.replace(config.current(), patience="auto"))
-    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 3600.0)
+    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 3600.0)
     trained(llama(), [plain] * 20, ours=True)
     assert chosen() == []
-    monkeypatch.setattr(packing_watch.Watch, "_least_run_s", 0.0)
+    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
     trained(llama(), [plain] * 20, ours=True)
     assert [choice for choice, _ in chosen()] == ["packed"]

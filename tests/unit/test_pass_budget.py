@@ -7,7 +7,12 @@ import time
 import pytest
 import torch
 
-from deepytorch.integrations.padding_free.pass_budget import MOST_TOKENS, Fixed, Measured, Step
+from deepytorch.integrations.padding_free.pass_budget import (
+    MOST_TOKENS,
+    Fixed,
+    Measured,
+    StepTokens,
+)
 from deepytorch_core import guard
 
 GIB = 1 << 30
@@ -32,7 +37,7 @@ class Machine:
             budget.note(step)
             found.append(budget.tokens)
             self.now += 3_800 * (merged_us if budget.tokens else apart_us) / 1e6
-            step = Step(3_800, 1_000)
+            step = StepTokens(3_800, 1_000)
         return found
 
 
@@ -76,7 +81,7 @@ def test_passes_stay_apart_where_several_do_not_fit(
     Machine(monkeypatch, free=free, pass_bytes=GIB)
     budget = measured()
     for _ in range(8):
-        budget.note(Step(4 * most, most))
+        budget.note(StepTokens(4 * most, most))
     assert budget.tokens == 0
     assert why in str(budget.problem)
 
@@ -92,6 +97,6 @@ def test_steps_that_tell_nothing_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_budget_is_halved_where_memory_was_lacking() -> None:
     budget = Fixed(8_192)
-    budget.note(Step(1, 1))
+    budget.note(StepTokens(1, 1))
     budget.lacked(6_000)
     assert budget.tokens == 3_000

@@ -93,7 +93,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> summary.Report:
 
 
 def test_rows_of_one_name_are_added_up(made: summary.Report) -> None:
-    assert made.rows[0] == summary.Row(**entry(calls=6, bytes=2_000_000, time_us=1500.0))
+    assert made.rows[0] == summary.SummaryRow(**entry(calls=6, bytes=2_000_000, time_us=1500.0))
     assert (made.native_calls, made.delegated_calls) == (6, 3)
 
 
@@ -122,8 +122,8 @@ def test_a_forked_child_counts_only_its_own(
     after[2] = entry(calls=9, bytes=6_000_000, time_us=4000.0)
     monkeypatch.setattr(core, "statistics", lambda: copy.deepcopy(after))
     assert summary.report().rows == (
-        summary.Row(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
-        summary.Row(**entry(op="barrier", calls=1)),
+        summary.SummaryRow(**entry(calls=5, bytes=5_000_000, time_us=3000.0)),
+        summary.SummaryRow(**entry(op="barrier", calls=1)),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from deepytorch_core.c10d import rewrite
-from deepytorch_core.c10d.rewrite import Machine
+from deepytorch_core.c10d.rewrite import Capabilities
 
-GPU = Machine(accelerator="cuda", has_nccl=True)
-CPU = Machine(accelerator="cpu", has_nccl=False)
-XPU = Machine(accelerator="xpu", has_nccl=False)
+GPU = Capabilities(accelerator="cuda", has_nccl=True)
+CPU = Capabilities(accelerator="cpu", has_nccl=False)
+XPU = Capabilities(accelerator="xpu", has_nccl=False)
 
 
 @pytest.mark.parametrize(

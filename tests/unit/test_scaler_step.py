@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 
 CPU = torch.device("cpu")
 OVERFLOWS = (0, 3)
@@ -47,7 +47,7 @@ class Training:
         self.undo = lambda: None
 
     def switched(self) -> Training:
-        setting = Setting(model=nn.Linear(1, 1), optimizers=[self.optimizer], device=CPU)
+        setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[self.optimizer], device=CPU)
         self.undo = apply_kernels(setting, "on").undo
         return self
 

@@ -175,13 +175,13 @@ def test_measuring_needs_two_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatc
 
 
 def _facts() -> Any:
-    from deepytorch_core.doctor.torch_facts import Device, Pair, TorchFacts
+    from deepytorch_core.doctor.torch_facts import Device, GpuPair, TorchFacts
 
     gpus = PCIE.gpus
     # torch numbers them the other way round.
     devices = tuple(Device(3 - gpu.index, gpu.name, "8.9", gpu.uuid) for gpu in gpus)
     pairs = tuple(
-        Pair(one, two, False, 20.0 if {one, two} in ({0, 1}, {2, 3}) else 15.0, 12.0, True)
+        GpuPair(one, two, False, 20.0 if {one, two} in ({0, 1}, {2, 3}) else 15.0, 12.0, True)
         for one, two in itertools.permutations(range(4), 2)
     )
     return TorchFacts(devices=devices, pairs=pairs)

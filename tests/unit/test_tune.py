@@ -28,18 +28,18 @@ from deepytorch_core.guard import profile
 from deepytorch_core.tune import in_force, knobs, space, start, stored
 from deepytorch_core.tune.confirm import confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting
-from deepytorch_core.tune.search import Trial
+from deepytorch_core.tune.search import TuningTrial
 
 
 def setting(**values: int) -> Setting:
     return frozenset(values.items())
 
 
-def trial(one: Setting, seconds: float, problem: str = "") -> Trial:
-    return Trial(setting=one, step_s=(seconds,) * 6, steps=6, problem=problem)
+def trial(one: Setting, seconds: float, problem: str = "") -> TuningTrial:
+    return TuningTrial(setting=one, step_s=(seconds,) * 6, steps=6, problem=problem)
 
 
-def job(**changes: Any) -> space.Job:
+def job(**changes: Any) -> space.JobFacts:
     facts: dict[str, Any] = {
         "device": "cpu",
         "num_nodes": 2,
@@ -47,7 +47,7 @@ def job(**changes: Any) -> space.Job:
         "asked": {"ddp_bucket_mb": {"why_fixed": "", "enough": 100}},
         "is_set": lambda variable: False,
     }
-    return space.Job(**{**facts, **changes})
+    return space.JobFacts(**{**facts, **changes})
 
 
 def test_the_space_has_what_the_job_can_set() -> None:
@@ -251,7 +251,7 @@ class Runs:
             raise answer
         return answer
 
-    def try_(self, answer: Sample | Exception, best: Trial | None = None) -> Trial:
+    def try_(self, answer: Sample | Exception, best: TuningTrial | None = None) -> TuningTrial:
         self.answers.append(answer)
         return self.candidates.measure(setting(num_sockets=4), best)
 

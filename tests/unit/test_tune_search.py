@@ -11,7 +11,7 @@ import pytest
 
 from deepytorch_core.tune import confirm, knobs
 from deepytorch_core.tune.knobs import DEFAULTS, Knob, Setting
-from deepytorch_core.tune.search import Search, Trial
+from deepytorch_core.tune.search import Search, TuningTrial
 
 STEPS = 6
 KNOBS = (
@@ -32,11 +32,11 @@ class Machine:
         self.steps = 0
         self.problems: dict[Setting, str] = {}
 
-    def measure(self, setting: Setting, best: Trial | None) -> Trial:
+    def measure(self, setting: Setting, best: TuningTrial | None) -> TuningTrial:
         middle = self.seconds(dict(setting))
         spread = [1 + self.noise * self.random.uniform(-1, 1) for _ in range(STEPS)]
         self.steps += STEPS
-        return Trial(
+        return TuningTrial(
             setting=setting,
             step_s=tuple(middle * factor for factor in spread),
             steps=STEPS,
@@ -116,10 +116,10 @@ def test_the_budget_is_kept(budget: int) -> None:
 
 
 def test_steps_saved_by_an_early_end_are_spent_on_others() -> None:
-    def measure(one: Setting, best: Trial | None) -> Trial:
+    def measure(one: Setting, best: TuningTrial | None) -> TuningTrial:
         is_slow = bool(one)
         steps = 2 if is_slow else STEPS
-        return Trial(
+        return TuningTrial(
             setting=one, step_s=(1.0 + is_slow,) * steps, steps=steps, is_whole=not is_slow
         )
 
@@ -180,8 +180,8 @@ def test_a_winner_that_is_slower_is_never_kept(seed: int) -> None:
         assert "did not repeat" in repeated.reason
 
 
-def trial(one: Setting, seconds: float, problem: str = "") -> Trial:
-    return Trial(setting=one, step_s=(seconds,) * STEPS, steps=STEPS, problem=problem)
+def trial(one: Setting, seconds: float, problem: str = "") -> TuningTrial:
+    return TuningTrial(setting=one, step_s=(seconds,) * STEPS, steps=STEPS, problem=problem)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_winner_stays_if_it_repeats(
     times = {DEFAULTS: iter(defaults), wanted: iter(winner)}
     order: list[Setting] = []
 
-    def measure(one: Setting) -> Trial:
+    def measure(one: Setting) -> TuningTrial:
         order.append(one)
         return trial(one, next(times[one]))
 
@@ -231,7 +231,7 @@ def repeated(
     times = {DEFAULTS: iter(defaults), JOINT: iter(joint), ALONE: iter(alone)}
     order: list[Setting] = []
 
-    def measure(one: Setting) -> Trial:
+    def measure(one: Setting) -> TuningTrial:
         order.append(one)
         seconds = next(times[one])
         return trial(one, seconds, "" if seconds else "failed: out of memory")

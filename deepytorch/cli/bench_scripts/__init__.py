@@ -10,7 +10,7 @@ import typer
 from deepytorch.cli import console, help, shared
 
 if TYPE_CHECKING:
-    from deepytorch.cli.bench_scripts.runs import Limits, Row
+    from deepytorch.cli.bench_scripts.runs import Limits, ScriptRow
     from deepytorch.workloads.scripts.script import Script, Size
     from deepytorch_core.base.provenance import Record
     from deepytorch_core.compare.script_records import Origin
@@ -145,7 +145,7 @@ def show(text: str) -> None:
     console.err().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def origin_of(row: "Row") -> "Origin":
+def origin_of(row: "ScriptRow") -> "Origin":
     from deepytorch_core.compare.script_records import Origin
 
     script = row.script

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepytorch.cli import compare, launcher
-from deepytorch.workloads.scripts.script import Call, Script, Size, call
+from deepytorch.workloads.scripts.script import Script, ScriptCall, Size, call
 from deepytorch_core.base import config, provenance
 from deepytorch_core.base.errors import CompareError
 from deepytorch_core.bench.job import BenchError
@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScriptRow:
     """Holds a script, the samples of its runs in their order, and remarks about them."""
 
     script: Script
@@ -66,7 +66,7 @@ def parse_seconds(text: str) -> tuple[float, float, float]:
 
 def measure(
     script: Script, size: Size, checkout: Path, scratch: Path, *, limits: Limits, show: compare.Say
-) -> Row:
+) -> ScriptRow:
     """Run a script stock, with ours from nothing, and with what ours has kept.
 
     Args:
@@ -115,7 +115,7 @@ def measure(
     commit = provenance.commit_of(script.path, checkout, is_top=True)
     # The scratch folder goes, with all that a script makes there.
     left = tuple(one for one in dict.fromkeys(remarks) if str(scratch) not in one)
-    return Row(script, size, commit, tuple(samples), left)
+    return ScriptRow(script, size, commit, tuple(samples), left)
 
 
 def common(samples: Sequence[Sample]) -> list[Sample]:
@@ -139,7 +139,7 @@ def left_out(scripts: Sequence[Script], checkouts: Path) -> Iterator[tuple[Scrip
             yield script, f"not installed: {', '.join(missing)}"
 
 
-def _job(called: Call, limits: Limits) -> compare.Job:
+def _job(called: ScriptCall, limits: Limits) -> compare.Job:
     arguments = (str(called.script), *called.arguments)
     return compare.Job(
         arguments=arguments,

@@ -12,10 +12,10 @@ from typing import Any
 
 from deepytorch.cli import compare, console
 from deepytorch_core.compare import receipt, result
-from deepytorch_core.compare.result import FASTER, OTHERWISE, SLOWER, Sample, Verdict
+from deepytorch_core.compare.result import FASTER, OTHERWISE, SLOWER, ArmVerdict, Sample
 
 
-def headline(verdict: Verdict) -> str:
+def headline(verdict: ArmVerdict) -> str:
     """The verdict in a sentence; a gain only of the same training, out of the noise."""
     if verdict.word == OTHERWISE:
         return f"{verdict.arm}: {verdict.word}, so no speed-up is claimed: {verdict.losses.apart}"
@@ -28,7 +28,7 @@ def headline(verdict: Verdict) -> str:
 
 
 def findings(
-    job: compare.Job, samples: Sequence[Sample], verdicts: Sequence[Verdict], total_steps: int
+    job: compare.Job, samples: Sequence[Sample], verdicts: Sequence[ArmVerdict], total_steps: int
 ) -> list[tuple[str, str]]:
     """(name, value) of all that is printed."""
     main, *others = verdicts
@@ -83,19 +83,19 @@ def undecided(ours: Sample) -> list[str]:
     return lines
 
 
-def _noise(job: compare.Job, verdict: Verdict) -> str:
+def _noise(job: compare.Job, verdict: ArmVerdict) -> str:
     if job.rounds < 2:
         return "not known from one run of each arm: no difference can be claimed"
     return f"{verdict.noise:.1%} between equal runs; less is no difference"
 
 
-def _one_off(verdict: Verdict) -> str:
+def _one_off(verdict: ArmVerdict) -> str:
     if verdict.setup_cost_s is None:
         return "not known from one run of each arm, as the first fills caches: take --rounds 2"
     return f"{verdict.setup_cost_s:+.1f} s until the warm-up is over"
 
 
-def _losses(verdict: Verdict) -> str:
+def _losses(verdict: ArmVerdict) -> str:
     found = verdict.losses
     if found.difference is None:
         return "no loss was seen: the script calls backward on no single number"
@@ -108,7 +108,7 @@ def _losses(verdict: Verdict) -> str:
     return text
 
 
-def _drawn(verdict: Verdict) -> str | None:
+def _drawn(verdict: ArmVerdict) -> str | None:
     """Say if random numbers are others than stock's: those of dropout, of noise."""
     found = verdict.losses
     if found.drawn_from is None:
@@ -119,7 +119,7 @@ def _drawn(verdict: Verdict) -> str | None:
     return f"{text}; losses differ by {found.difference or 0.0:.3g} at most"
 
 
-def _memory(verdict: Verdict, stock: Sequence[Sample]) -> str:
+def _memory(verdict: ArmVerdict, stock: Sequence[Sample]) -> str:
     known = [sample.peak_bytes for sample in stock if sample.peak_bytes is not None]
     if not known or verdict.peak_bytes is None:
         return "not known here"
@@ -145,7 +145,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def _saved(verdict: Verdict, stock_s: float, total_steps: int) -> str:
+def _saved(verdict: ArmVerdict, stock_s: float, total_steps: int) -> str:
     if verdict.word == OTHERWISE:
         return f"none: {OTHERWISE}"
     if verdict.word != FASTER:
@@ -164,7 +164,7 @@ def _time(seconds: float) -> str:
     return f"{minutes:.1f} min" if abs(minutes) < 120 else f"{minutes / 60:.1f} h"
 
 
-def _keep(job: compare.Job, verdict: Verdict, ours: Sample) -> list[str]:
+def _keep(job: compare.Job, verdict: ArmVerdict, ours: Sample) -> list[str]:
     """Say what the user writes to have what was measured."""
     if verdict.word == OTHERWISE:
         return [

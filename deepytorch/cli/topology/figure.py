@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepytorch_core.topology import machine_map
-from deepytorch_core.topology.machine_map import Group, Links
+from deepytorch_core.topology.machine_map import Links, NumaGroup
 from deepytorch_core.topology.model import Gpu, Nic, RdmaDevice, Topology, size_text
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MAX_CHARS = 20
 class _Node:
     """Place of a NUMA node in the drawing: its left edge, its width, and its GPUs' middles."""
 
-    group: Group
+    group: NumaGroup
     left: float
     width: float
     networks: tuple[tuple[Nic | RdmaDevice, ...], ...]

@@ -55,7 +55,7 @@ def _cache(cache: Cache) -> str:
     return f"L{cache.level}{letter} {cache.instances} x {size_text(cache.bytes)}"
 
 
-def _panel(group: machine_map.Group, *, width: int | None, boxes: bool) -> RenderableType:
+def _panel(group: machine_map.NumaGroup, *, width: int | None, boxes: bool) -> RenderableType:
     title = "NUMA node unknown"
     if group.node is not None:
         node = group.node

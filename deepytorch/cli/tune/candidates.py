@@ -11,7 +11,7 @@ from deepytorch_core.base.errors import CompareError
 from deepytorch_core.compare import losses
 from deepytorch_core.compare.result import Sample
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words
-from deepytorch_core.tune.search import Trial
+from deepytorch_core.tune.search import TuningTrial
 
 WARMUP_STEPS = 3
 """Untimed: DDP builds its buckets in the second step, and the engine measures in the first."""
@@ -64,30 +64,32 @@ class Candidates:
         self._defaults.append(sample)
         return sample
 
-    def measure(self, setting: Setting, best: Trial | None) -> Trial:
+    def measure(self, setting: Setting, best: TuningTrial | None) -> TuningTrial:
         """One trial; it is ended early where it is clearly slower than `best`."""
         return self._trial(setting, self._watch(best) if setting != DEFAULTS else None)
 
-    def repeat(self, setting: Setting) -> Trial:
+    def repeat(self, setting: Setting) -> TuningTrial:
         """One trial to the end."""
         return self._trial(setting, None)
 
-    def _trial(self, setting: Setting, watch: compare.Watch | None) -> Trial:
+    def _trial(self, setting: Setting, watch: compare.Watch | None) -> TuningTrial:
         try:
             sample = self._run(setting, watch)
         except compare.StoppedEarly as stopped:
             steps = len(stopped.block_s)
-            return Trial(setting=setting, step_s=stopped.block_s, steps=steps, is_whole=False)
+            return TuningTrial(setting=setting, step_s=stopped.block_s, steps=steps, is_whole=False)
         except CompareError as error:
             output = str(error)
             problem = f"failed: {_exception(output)}"
-            return Trial(
+            return TuningTrial(
                 setting=setting, step_s=(), steps=self.steps, problem=problem, output=output
             )
         problem = "" if setting == DEFAULTS else self._another_loss(sample)
         if setting == DEFAULTS:
             self._defaults.append(sample)
-        return Trial(setting=setting, step_s=sample.block_s, steps=self.steps, problem=problem)
+        return TuningTrial(
+            setting=setting, step_s=sample.block_s, steps=self.steps, problem=problem
+        )
 
     def _run(self, setting: Setting, watch: compare.Watch | None) -> Sample:
         arm = compare.Arm(
@@ -104,7 +106,7 @@ class Candidates:
             )
         return sample
 
-    def _watch(self, best: Trial | None) -> compare.Watch | None:
+    def _watch(self, best: TuningTrial | None) -> compare.Watch | None:
         if best is None or not best.step_s:
             return None
         limit = _CLEARLY_SLOWER * best.median_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deepytorch_core.tune import stored
 from deepytorch_core.tune.confirm import Confirmation
 from deepytorch_core.tune.knobs import DEFAULTS, in_words
-from deepytorch_core.tune.search import Trial
+from deepytorch_core.tune.search import TuningTrial
 from deepytorch_core.tune.space import Space
 
 
@@ -20,8 +20,8 @@ class Outcome:
 
     script: str
     space: Space
-    trials: tuple[Trial, ...]
-    best: Trial
+    trials: tuple[TuningTrial, ...]
+    best: TuningTrial
     confirmation: Confirmation | None
     sees_losses: bool
     remarks: tuple[str, ...]

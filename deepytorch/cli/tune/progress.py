@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words
-from deepytorch_core.tune.search import Trial
+from deepytorch_core.tune.search import TuningTrial
 
 _SHOWN = 12
 _LONG_S = 120  # beyond it an estimate is said in minutes
@@ -34,9 +34,9 @@ class Progress:
         self._screen = screen
         self._budget = budget_steps
         self._spent = 0
-        self._trials: list[tuple[str, Trial]] = []
+        self._trials: list[tuple[str, TuningTrial]] = []
         self._default_s = math.nan
-        self._best: Trial | None = None
+        self._best: TuningTrial | None = None
         self._now = "starting"
         self._began = time.monotonic()
         self._live: Live | None = None
@@ -70,7 +70,9 @@ class Progress:
         """Note what is being run now."""
         self._now = what
 
-    def ended(self, name: str, trial: Trial, best: Trial | None, *, counts: bool = True) -> None:
+    def ended(
+        self, name: str, trial: TuningTrial, best: TuningTrial | None, *, counts: bool = True
+    ) -> None:
         """A trial is over; `best` is the fastest before it. `counts`: against the budget."""
         if trial.setting == DEFAULTS and math.isnan(self._default_s):
             self._default_s = trial.median_s
@@ -83,11 +85,11 @@ class Progress:
             self.say(f"{name:<11} {told}{self._outlook()}")
 
     def watched(
-        self, name: Callable[[], str], measure: Callable[[Setting, Trial | None], Trial]
-    ) -> Callable[[Setting, Trial | None], Trial]:
+        self, name: Callable[[], str], measure: Callable[[Setting, TuningTrial | None], TuningTrial]
+    ) -> Callable[[Setting, TuningTrial | None], TuningTrial]:
         """`measure`, shown as it runs; `name` gives the number of the next trial."""
 
-        def shown(setting: Setting, best: Trial | None) -> Trial:
+        def shown(setting: Setting, best: TuningTrial | None) -> TuningTrial:
             number = name()
             self.begins(in_words(setting))
             trial = measure(setting, best)
@@ -128,7 +130,7 @@ class Progress:
         return Group(table, bar, running)
 
 
-def _plain(trial: Trial, default_s: float, *, is_best: bool) -> str:
+def _plain(trial: TuningTrial, default_s: float, *, is_best: bool) -> str:
     parts = (
         f"{in_words(trial.setting):<40}",
         f"{milliseconds(trial):>10} ms a step",
@@ -138,18 +140,18 @@ def _plain(trial: Trial, default_s: float, *, is_best: bool) -> str:
     return "  ".join(parts).rstrip()
 
 
-def milliseconds(trial: Trial) -> str:
+def milliseconds(trial: TuningTrial) -> str:
     """A trial's step time."""
     return f"{1e3 * trial.median_s:.2f}" if math.isfinite(trial.median_s) else "-"
 
 
-def against(trial: Trial, default_s: float) -> str:
+def against(trial: TuningTrial, default_s: float) -> str:
     """How much more or less time than with the defaults."""
     change = trial.median_s / default_s - 1
     return f"{change:+.1%}" if math.isfinite(change) and trial.setting != DEFAULTS else ""
 
 
-def remark(trial: Trial, *, is_best: bool) -> str:
+def remark(trial: TuningTrial, *, is_best: bool) -> str:
     """Say what came of a trial."""
     if trial.problem:
         return trial.problem

@@ -15,13 +15,13 @@ from rich.text import Text
 from deepytorch.cli import console
 from deepytorch.cli.tune.progress import against, milliseconds, remark
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, as_dict, in_words, layers_of
-from deepytorch_core.tune.search import Trial
+from deepytorch_core.tune.search import TuningTrial
 
 if TYPE_CHECKING:
     from deepytorch.cli.tune.outcome import Outcome
     from deepytorch_core.tune.confirm import Confirmation
 
-Repeat = Callable[[Setting], Trial]
+Repeat = Callable[[Setting], TuningTrial]
 
 
 def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def details(outcome: Outcome, arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _of(trial: Trial) -> dict[str, Any]:
+def _of(trial: TuningTrial) -> dict[str, Any]:
     return {
         "settings": as_dict(trial.setting),
         "step_ms": 1e3 * trial.median_s if math.isfinite(trial.median_s) else None,

@@ -25,7 +25,7 @@ from deepytorch_core.compare.result import Sample
 from deepytorch_core.tune import space, stored
 from deepytorch_core.tune.confirm import ROUNDS, confirm
 from deepytorch_core.tune.knobs import DEFAULTS, Setting, in_words, layers_of
-from deepytorch_core.tune.search import Search, Trial
+from deepytorch_core.tune.search import Search, TuningTrial
 
 if TYPE_CHECKING:
     from deepytorch_core.testing.emulation import Network
@@ -128,7 +128,7 @@ def _search(
         progress.say(f"left out: {line}")
     if not found.knobs:
         raise TuneError("nothing of this job can be set: the lines above say why")
-    start = Trial(setting=DEFAULTS, step_s=first.block_s, steps=candidates.steps)
+    start = TuningTrial(setting=DEFAULTS, step_s=first.block_s, steps=candidates.steps)
     progress.ended("defaults", start, None)
     search = Search(
         found.knobs,
@@ -169,7 +169,7 @@ def _emulation(job: compare.Job, network: Network) -> dict[str, Any]:
     }
 
 
-def _plan(best: Trial, alone: Trial | None) -> str:
+def _plan(best: TuningTrial, alone: TuningTrial | None) -> str:
     """Say what follows the search, which no budget limits."""
     who = ["the defaults", in_words(best.setting)]
     if alone is not None:
@@ -180,7 +180,7 @@ def _plan(best: Trial, alone: Trial | None) -> str:
 def _repeating(candidates: Candidates, progress: Progress) -> report.Repeat:
     runs: Counter[Setting] = Counter()
 
-    def repeat(setting: Setting) -> Trial:
+    def repeat(setting: Setting) -> TuningTrial:
         runs[setting] += 1
         name = f"round {runs[setting]}/{ROUNDS}"
         progress.begins(f"{name}: {in_words(setting)}")
@@ -191,8 +191,8 @@ def _repeating(candidates: Candidates, progress: Progress) -> report.Repeat:
     return repeat
 
 
-def _job(sample: Sample, num_nodes: int) -> space.Job:
-    return space.Job(
+def _job(sample: Sample, num_nodes: int) -> space.JobFacts:
+    return space.JobFacts(
         device="cpu" if sample.device == "cpu" else "cuda",
         num_nodes=num_nodes,
         native_calls=sample.native_calls,

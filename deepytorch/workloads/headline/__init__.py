@@ -42,7 +42,7 @@ Shape = Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class WorkloadRow:
     """One workload.
 
     `builder` is the module here that makes it; `claim` the modelled product's speed-up over plain,
@@ -77,7 +77,7 @@ _TINY_TEXT = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2}
 _TINY_TEXT = {**_TINY_TEXT, "vocabulary": 512, "length": 96}
 
 _ALL = (
-    Row(
+    WorkloadRow(
         name="llama2-13b-zero2",
         title="Llama 2 13B, ZeRO-2, micro-batch 4",
         builder="language",
@@ -93,7 +93,7 @@ _ALL = (
         zero_stage=2,
         more={"family": "Llama"},
     ),
-    Row(
+    WorkloadRow(
         name="qwen2-14b-zero2",
         title="Qwen2 14B, ZeRO-2, micro-batch 4",
         builder="language",
@@ -109,7 +109,7 @@ _ALL = (
         zero_stage=2,
         more={"family": "Qwen2"},
     ),
-    Row(
+    WorkloadRow(
         name="llama-65b-zero3-offload",
         title="LLaMA 65B, ZeRO-3, parameters offloaded, recompute, micro-batch 8",
         builder="language",
@@ -129,7 +129,7 @@ _ALL = (
         more={"family": "Llama"},
     ),
     *(
-        Row(
+        WorkloadRow(
             name=name,
             title=f"Llama 1.1B, {framework}, sequences of different lengths, "
             f"micro-batch {micro_batch}",
@@ -156,7 +156,7 @@ _ALL = (
         )
     ),
     *(
-        Row(
+        WorkloadRow(
             name=name,
             title=title,
             builder="language",
@@ -177,7 +177,7 @@ _ALL = (
             ("bert-amp-half", "BERT base, AMP, micro-batch 32, half padding", None, "half"),
         )
     ),
-    Row(
+    WorkloadRow(
         name="resnet50-amp",
         title="ResNet-50, AMP, micro-batch 512",
         builder="vision",
@@ -191,7 +191,7 @@ _ALL = (
         more={"family": "resnet", "model": "torchvision/resnet50"},
     ),
     *(
-        Row(
+        WorkloadRow(
             name=f"sd21-dreambooth{suffix}",
             title=f"Stable Diffusion 2.1 DreamBooth{words}, 512 px, AMP, batch 5",
             builder="vision",
@@ -212,10 +212,10 @@ _ALL = (
         )
     ),
 )
-ROWS: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ALL})
+ROWS: Mapping[str, WorkloadRow] = MappingProxyType({row.name: row for row in _ALL})
 
 
-def arms_of(row: Row, *, split: bool) -> tuple[str, ...]:
+def arms_of(row: WorkloadRow, *, split: bool) -> tuple[str, ...]:
     """The arms of a row in the order of the first round; every other round goes backwards."""
     tuned = tuple(f"tuned-{variant}" for variant in row.tuned)
     return (PLAIN, *tuned, OURS, *((COLLECTIVES, COMPUTE) if split else ()))

@@ -87,8 +87,8 @@ class VisionJob(ArmRun):
         return parts
 
     @property
-    def row(self) -> headline.Row:
-        return headline.Row(
+    def row(self) -> headline.WorkloadRow:
+        return headline.WorkloadRow(
             name=self.model,
             title=f"{self.model}, {self.precision}, micro-batch {self.batch_size}",
             builder="vision",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepytorch.workloads.headline import OURS
-from deepytorch.workloads.headline.image_arm import NUM_BATCHES, Arm, Batch
+from deepytorch.workloads.headline.image_arm import NUM_BATCHES, Batch, ImageArm
 from deepytorch.workloads.headline.job import ArmRun
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.data.cache import Encoded as Outputs
@@ -26,7 +26,7 @@ class _Unet:
 
     max_norm: float | None = 1.0
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: ImageArm) -> None:
         with torch.device(arm.device):
             model = _unet(arm.job)
         self.model = arm.place(model)
@@ -40,10 +40,10 @@ class _Unet:
         return torch.optim.AdamW(self.model.parameters(), lr=5e-6, **more)
 
 
-class Encoded(_Unet):
+class PrecomputedLatents(_Unet):
     """Latents and embeddings that every arm has from before."""
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: ImageArm) -> None:
         super().__init__(arm)
         self._batches = [arm.laid_out(_encoded(arm, number)) for number in range(NUM_BATCHES)]
 
@@ -58,7 +58,7 @@ class Pipeline(_Unet):
     others do. What is drawn depends on the step alone, so all arms train on the same.
     """
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: ImageArm) -> None:
         from diffusers import DDPMScheduler
 
         super().__init__(arm)
@@ -213,7 +213,7 @@ def _text_encoder(job: ArmRun) -> nn.Module:
     return model
 
 
-def _encoded(arm: Arm, number: int) -> Batch:
+def _encoded(arm: ImageArm, number: int) -> Batch:
     shape, size, side = arm.job.shape, arm.job.micro_batch, arm.job.shape["image"]
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
 

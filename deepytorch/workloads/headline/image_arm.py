@@ -17,7 +17,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Arm:
+class ImageArm:
     """The arm as a family needs to know it; `layout`: in channels_last."""
 
     job: ArmRun

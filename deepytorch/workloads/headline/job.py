@@ -31,7 +31,7 @@ class ArmRun(Run, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def row(self) -> headline.Row:
+    def row(self) -> headline.WorkloadRow:
         """Return what is trained, and how."""
 
     @property
@@ -84,7 +84,7 @@ class ArmJob(ArmRun):
             raise BenchError(f"{self.workload} shards over ranks: --world-size 2 or more")
 
     @property
-    def row(self) -> headline.Row:
+    def row(self) -> headline.WorkloadRow:
         return headline.ROWS[self.workload]
 
     @property
@@ -135,7 +135,9 @@ def lengths(kind: str, number: int, longest: int, *, seed: int = 0) -> list[int]
     return [min(max(one, 4), longest) for one in drawn]
 
 
-def layers_that_fit(row: headline.Row, micro_batch: int, world_size: int, memory: float) -> int:
+def layers_that_fit(
+    row: headline.WorkloadRow, micro_batch: int, world_size: int, memory: float
+) -> int:
     """How many of the row's layers a GPU of `memory` bytes trains; all if they fit.
 
     Weights and gradients in bf16, AdamW's state in float32 sharded by ZeRO, activations by the

@@ -144,7 +144,7 @@ def _record(job: ArmJob, samples: dict[str, list[Record]], rounds: int) -> Recor
 
 
 def _ours_and_stock(
-    row: headline.Row, arms: dict[str, dict[str, Any]], speedup: Sequence[float] | None
+    row: headline.WorkloadRow, arms: dict[str, dict[str, Any]], speedup: Sequence[float] | None
 ) -> dict[str, Any]:
     """Plain and ours alone, under the names that records of other benchmarks have for them."""
     plain, ours = arms.get(headline.PLAIN), arms.get(headline.OURS)

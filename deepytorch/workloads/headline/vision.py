@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import deepytorch
 from deepytorch.examples import vision_models
 from deepytorch.workloads.headline import OURS, OURS_BF16, PLAIN_BF16
-from deepytorch.workloads.headline.image_arm import NUM_BATCHES, Arm, Batch
+from deepytorch.workloads.headline.image_arm import NUM_BATCHES, Batch, ImageArm
 from deepytorch.workloads.headline.job import ArmRun
 from deepytorch.workloads.headline.precision import Precision
 from deepytorch.workloads.headline.worker import Trained, swap_kernels
@@ -46,7 +46,7 @@ def build(job: ArmRun, device: torch.device, group: dist.ProcessGroup | None = N
     torch.manual_seed(0)
     precision = Precision(job.row.precision, device)
     layout, ours = "channels_last" in job.arm, job.arm.startswith(OURS)
-    family = _family(Arm(job, device, precision, layout))
+    family = _family(ImageArm(job, device, precision, layout))
     model = family.model
     if ours:
         mode = config.current().kernels
@@ -96,12 +96,12 @@ def _wrapped(
     return ddp
 
 
-def _family(arm: Arm) -> Family:
+def _family(arm: ImageArm) -> Family:
     name = arm.job.row.more["family"]
     if name in ("unet", "pipeline"):
         from deepytorch.workloads.headline import diffusion
 
-        return diffusion.Encoded(arm) if name == "unet" else diffusion.Pipeline(arm)
+        return diffusion.PrecomputedLatents(arm) if name == "unet" else diffusion.Pipeline(arm)
     return Classifier(arm)
 
 
@@ -110,7 +110,7 @@ class Classifier:
 
     max_norm: float | None = None
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: ImageArm) -> None:
         with torch.device(arm.device):
             model = _classifier(arm.job)
         self.model = arm.place(model)
@@ -168,7 +168,7 @@ def _switch_dropout_off(model: nn.Module) -> None:
                     setattr(one, chance, 0.0)
 
 
-def _images(arm: Arm, number: int) -> Batch:
+def _images(arm: ImageArm, number: int) -> Batch:
     shape, size = arm.job.shape, arm.job.micro_batch
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     classes = torch.randint(0, shape["classes"], (size,), generator=generator)

@@ -28,7 +28,7 @@ from deepytorch_core.base import config
 from deepytorch_core.base.provenance import Record
 from deepytorch_core.bench import timing, worker
 from deepytorch_core.compile import compilation_of
-from deepytorch_core.nn.kernels import Setting, apply_kernels
+from deepytorch_core.nn.kernels import KernelSetting, apply_kernels
 
 # The losses of these first steps are compared: every arm takes them on the same batches.
 CHECKED_STEPS = 6
@@ -125,7 +125,7 @@ def swap_kernels(
 ) -> None:
     """Fused kernels and optimizers where they are measured faster; option `kernels` decides."""
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-    setting = Setting(
+    setting = KernelSetting(
         model=model, optimizers=optimizers, device=device, autocast=dtype if autocast else None
     )
     apply_kernels(setting, config.current().kernels)

@@ -68,7 +68,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptCall:
     """Describes how a script is run on this machine."""
 
     script: Path
@@ -77,12 +77,12 @@ class Call:
     variables: Mapping[str, str]
 
 
-def call(script: Script, size: Size, checkout: Path, data: Path) -> Call:
+def call(script: Script, size: Size, checkout: Path, data: Path) -> ScriptCall:
     """Fill the places of this machine in."""
     places = {"data": str(data), "out": OUT, "checkout": str(checkout)}
     path = checkout / script.path
     chosen = script.arguments if size == "full" else script.small
-    return Call(
+    return ScriptCall(
         script=path,
         folder=Path(script.folder.format(**places)) if script.folder else path.parent,
         arguments=filled(chosen, places),

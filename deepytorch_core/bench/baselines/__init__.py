@@ -13,7 +13,7 @@ from deepytorch_core.bench.rivals import Setup
 
 if TYPE_CHECKING:
     from deepytorch_core.bench.baselines.arm import Measure, Prepare
-    from deepytorch_core.bench.job import Job
+    from deepytorch_core.bench.job import CollectivesJob
     from deepytorch_core.bench.rivals import Bind
     from deepytorch_core.bench.rows import Row
     from deepytorch_core.bench.worker import Groups
@@ -42,7 +42,7 @@ def prepare(baseline: str, world_size: int) -> Iterator[Setup]:
         yield Setup()
 
 
-def connect(job: "Job", rank: int) -> "Bind":
+def connect(job: "CollectivesJob", rank: int) -> "Bind":
     """This rank's calls of a baseline that is no torch backend."""
     if job.baseline == "deepspeed-shm":
         from deepytorch_core.bench.baselines import deepspeed_shm
@@ -55,7 +55,7 @@ def connect(job: "Job", rank: int) -> "Bind":
 
 @contextlib.contextmanager
 def connected(
-    job: "Job", groups: "Groups", rows: Sequence["Row"], bind: "Bind", measure: "Measure"
+    job: "CollectivesJob", groups: "Groups", rows: Sequence["Row"], bind: "Bind", measure: "Measure"
 ) -> Iterator["Prepare"]:
     """This rank's arms of a rival in `PEER_MEMORY`, while the context is open.
 

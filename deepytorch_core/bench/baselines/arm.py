@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedArm:
     """One arm of a row: its call, the call's buffers, and which of its ways it is ("": the one)."""
 
     call: "Call"
@@ -19,7 +19,7 @@ class Trial:
     way: str = ""
 
 
-Prepare = Callable[["Row"], Trial]
+Prepare = Callable[["Row"], TimedArm]
 """Makes an arm of a row ready. All ranks take part."""
 
 Measure = Callable[["Call"], float]

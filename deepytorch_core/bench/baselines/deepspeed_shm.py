@@ -25,8 +25,8 @@ from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.rivals import Bind, Call, Setup
 
 if TYPE_CHECKING:
-    from deepytorch_core.bench.job import Job
-    from deepytorch_core.bench.ops import Buffers, Operation
+    from deepytorch_core.bench.job import CollectivesJob
+    from deepytorch_core.bench.ops import Buffers, Collective
 
 _PACKAGE = "deepspeed"
 _MODULE = "deepspeed_shm_comm"
@@ -72,7 +72,7 @@ def prepare(world_size: int) -> Iterator[Setup]:
             (_SHARED_MEMORY / f"{prefix}_{rank}").unlink(missing_ok=True)
 
 
-def connect(job: "Job", rank: int) -> Bind:
+def connect(job: "CollectivesJob", rank: int) -> Bind:
     """The op on this rank; the ranks meet in it."""
     import torch
 
@@ -87,7 +87,7 @@ def connect(job: "Job", rank: int) -> Bind:
             )
     op.initialize(job.world_size, rank)
 
-    def bind(_: "Operation", buffers: "Buffers") -> Call:
+    def bind(_: "Collective", buffers: "Buffers") -> Call:
         return lambda: torch.ops.deepspeed.inference_all_reduce_(buffers.input)
 
     return bind

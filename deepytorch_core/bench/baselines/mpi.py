@@ -13,8 +13,8 @@ from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.rivals import Bind, Call, Setup
 
 if TYPE_CHECKING:
-    from deepytorch_core.bench.job import Job
-    from deepytorch_core.bench.ops import Buffers, Operation
+    from deepytorch_core.bench.job import CollectivesJob
+    from deepytorch_core.bench.ops import Buffers, Collective
 
 _PACKAGES = ("impi-rt", "mpi4py")
 _SETTINGS = {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "off"}
@@ -37,7 +37,7 @@ def prepare() -> Setup:
     )
 
 
-def connect(job: "Job", rank: int) -> Bind:
+def connect(job: "CollectivesJob", rank: int) -> Bind:
     """The calls of this rank, on numpy views of the tensors."""
     try:
         from mpi4py import MPI
@@ -57,7 +57,7 @@ def connect(job: "Job", rank: int) -> Bind:
             f"MPI calls rank {rank} of {job.world_size} rank {world.rank} of {world.size}"
         )
 
-    def bind(op: "Operation", buffers: "Buffers") -> Call:
+    def bind(op: "Collective", buffers: "Buffers") -> Call:
         return _bind(op.name, buffers.input.numpy(), buffers.output.numpy(), MPI)
 
     return bind

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deepytorch_core.bench.baselines.arm import Prepare, Trial
+from deepytorch_core.bench.baselines.arm import Prepare, TimedArm
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.memory import Arena
 from deepytorch_core.bench.rivals import Bind
@@ -39,9 +39,9 @@ def connected(groups: "Groups", rows: Sequence["Row"], bind: Bind) -> Iterator[P
     register(backend, pool)
     groups.ranks.barrier()
 
-    def prepare(row: "Row") -> Trial:
+    def prepare(row: "Row") -> TimedArm:
         buffers = arena.buffers(row)
-        return Trial(bind(row.op, buffers), buffers)
+        return TimedArm(bind(row.op, buffers), buffers)
 
     yield prepare
     torch.cuda.synchronize()

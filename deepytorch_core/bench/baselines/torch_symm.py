@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepytorch_core.bench.baselines.arm import Measure, Prepare, Trial
+from deepytorch_core.bench.baselines.arm import Measure, Prepare, TimedArm
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.memory import Arena
 from deepytorch_core.bench.ops import Buffers
@@ -50,7 +50,7 @@ def connect(groups: "Groups", rows: Sequence["Row"], measure: Measure) -> Prepar
     in_place = [row.share * row.torch_dtype.itemsize for row in rows if row.op.in_place]
     results = plain(max(in_place, default=0), torch.uint8)
 
-    def prepare_row(row: "Row") -> Trial:
+    def prepare_row(row: "Row") -> TimedArm:
         buffers = arena.buffers(row)
         result = buffers.output
         if row.op.in_place:
@@ -62,7 +62,7 @@ def connect(groups: "Groups", rows: Sequence["Row"], measure: Measure) -> Prepar
 
 def trials(
     op: str, buffers: Buffers, result: torch.Tensor, group_name: str, namespace: Any = None
-) -> list[Trial]:
+) -> list[TimedArm]:
     """A trial for each kernel of this torch; `result` takes what is not reduced in place.
 
     Raises BenchError when there is none.
@@ -81,7 +81,7 @@ def trials(
     return found
 
 
-def fastest(offered: Sequence[Trial], measure: Measure) -> Trial:
+def fastest(offered: Sequence[TimedArm], measure: Measure) -> TimedArm:
     """The trial whose call takes least; those that refuse this size or type are left out."""
     times: dict[int, float] = {}
     refusals = []
@@ -100,14 +100,18 @@ def fastest(offered: Sequence[Trial], measure: Measure) -> Trial:
     return offered[min(times, key=lambda index: times[index])]
 
 
-def _trial(way: str, kernel: Any, buffers: Buffers, result: torch.Tensor, group_name: str) -> Trial:
+def _trial(
+    way: str, kernel: Any, buffers: Buffers, result: torch.Tensor, group_name: str
+) -> TimedArm:
     source = buffers.input
     if way == "two_shot_all_reduce_":
-        return Trial(lambda: kernel(source, "sum", group_name), Buffers(source, source), "two_shot")
+        return TimedArm(
+            lambda: kernel(source, "sum", group_name), Buffers(source, source), "two_shot"
+        )
     target = Buffers(source, result)
     if way == "one_shot_all_reduce_out":
-        return Trial(lambda: kernel(source, "sum", group_name, result), target, "one_shot")
-    return Trial(lambda: kernel(source, group_name, False, result), target, "reduce_scatter")
+        return TimedArm(lambda: kernel(source, "sum", group_name, result), target, "one_shot")
+    return TimedArm(lambda: kernel(source, group_name, False, result), target, "reduce_scatter")
 
 
 def _module() -> Any:

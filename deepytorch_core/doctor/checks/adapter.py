@@ -12,7 +12,7 @@ from deepytorch_core.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
-class Facts:
+class AdapterFacts:
     """`path`: the adapter that fits, "" without one; `others`: adapters for other torches, by
     their tags."""
 
@@ -24,7 +24,7 @@ class Facts:
     was_slow: bool = False
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> AdapterFacts:
     torch = machine.torch
     others = [
         folder.name
@@ -34,10 +34,10 @@ def gather(machine: Machine) -> Facts:
     ]
     error = torch.adapter_error or ("" if torch.adapter_tag else torch.error)
     slow = bool(torch.doing)
-    return Facts(torch.version, torch.adapter_tag, torch.adapter, tuple(others), error, slow)
+    return AdapterFacts(torch.version, torch.adapter_tag, torch.adapter, tuple(others), error, slow)
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: AdapterFacts) -> list[Finding]:
     if facts.path:
         return [okay(f"for torch {facts.torch}: {facts.path}")]
     if not facts.tag:

@@ -13,7 +13,7 @@ _ENOUGH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Facts:
+class CacheFacts:
     """`problem`: why the folder can't be used; `fallback_problem`: why the one among the temporary
     files can't either; "" where they can."""
 
@@ -24,7 +24,7 @@ class Facts:
     free_bytes: int
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> CacheFacts:
     del machine
     *usual, fallback = adapter.cache_folders()
     problem = (adapter.why_not_usable(usual[0]) or "") if usual else adapter.NO_HOME
@@ -34,10 +34,10 @@ def gather(machine: Machine) -> Facts:
     used = fallback if problem else usual[0]
     free = 0 if problem and other else shutil.disk_usage(used).free
     folder = str(usual[0].parent) if usual else ""
-    return Facts(folder, problem, str(fallback), other, free)
+    return CacheFacts(folder, problem, str(fallback), other, free)
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: CacheFacts) -> list[Finding]:
     remedy = "export DEEPYTORCH_CACHE_DIR=/a/folder/of/your/own"
     if facts.problem and facts.fallback_problem:
         return [fail(f"{facts.problem}; {facts.fallback_problem}", remedy)]

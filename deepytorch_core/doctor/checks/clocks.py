@@ -22,14 +22,14 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClockFacts:
     """GPUs as nvidia-smi has them, and kinds of cores."""
 
     gpus: tuple[GpuState, ...]
     cpus: tuple[Cpu, ...]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> ClockFacts:
     kinds: dict[tuple[str, str, int, int], int] = {}
     for cpu in machine.entries("sys/devices/system/cpu"):
         folder = f"sys/devices/system/cpu/{cpu.name}/cpufreq"
@@ -40,10 +40,10 @@ def gather(machine: Machine) -> Facts:
         most = _number(machine.read(f"{folder}/cpuinfo_max_freq"))
         kind = (governor, machine.read(f"{folder}/scaling_driver") or "", allowed, most)
         kinds[kind] = kinds.get(kind, 0) + 1
-    return Facts(machine.gpu_states, tuple(Cpu(*kind, count) for kind, count in kinds.items()))
+    return ClockFacts(machine.gpu_states, tuple(Cpu(*kind, count) for kind, count in kinds.items()))
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: ClockFacts) -> list[Finding]:
     findings = [one for gpu in facts.gpus for one in _gpu(gpu)]
     for cpu in facts.cpus:
         if 0 < cpu.allowed_khz < 0.95 * cpu.most_khz:

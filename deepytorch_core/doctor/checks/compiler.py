@@ -13,7 +13,7 @@ from deepytorch_core.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
-class Facts:
+class CompilerFacts:
     """`command`: the compiler; `asked`: CXX; `adapter`: one that fits is there already."""
 
     command: str
@@ -23,9 +23,9 @@ class Facts:
     adapter: str
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> CompilerFacts:
     command = config.compiler()
-    return Facts(
+    return CompilerFacts(
         command=" ".join(command or ()),
         path=(shutil.which(command[0]) or "") if command else "",
         asked=machine.environment.get("CXX", ""),
@@ -34,7 +34,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: CompilerFacts) -> list[Finding]:
     # Without an adapter there is no way to one; with it, only the next torch needs a compiler.
     worse = warn if facts.adapter else fail
     spare = "; the adapter for this torch is there already" if facts.adapter else ""

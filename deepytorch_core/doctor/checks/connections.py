@@ -15,7 +15,7 @@ _BLACKWELL = 10
 
 
 @dataclass(frozen=True)
-class Facts:
+class ConnectionFacts:
     """The variable, None when unset; installed frameworks with versions; GPUs' capabilities."""
 
     value: str | None
@@ -23,16 +23,16 @@ class Facts:
     capabilities: tuple[str, ...]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> ConnectionFacts:
     installed = machine.distributions
-    return Facts(
+    return ConnectionFacts(
         value=machine.environment.get(_NAME),
         frameworks={name: installed[name] for name in _MEGATRON + _OTHERS if name in installed},
         capabilities=tuple(device.capability for device in machine.torch.devices),
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: ConnectionFacts) -> list[Finding]:
     value = facts.value
     if value is not None and not (value.isdecimal() and 1 <= int(value) <= 32):
         return [fail(f"{_NAME}={value}: expected 1 to 32", f"unset {_NAME}")]

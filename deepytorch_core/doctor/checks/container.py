@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepytorch_core.base.cgroup import ControlGroup, Memory
+from deepytorch_core.base.cgroup import CgroupMemory, ControlGroup
 from deepytorch_core.doctor.finding import Finding, fail, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
@@ -13,7 +13,7 @@ _NEARLY_FULL = 0.92
 
 
 @dataclass(frozen=True)
-class Facts:
+class ContainerFacts:
     """The control group, version 1 or 2: CPUs' worth of time, the share of periods in which it was
     cut off, memory in bytes, processes killed. CPUs and memory are None without a limit."""
 
@@ -26,15 +26,15 @@ class Facts:
     threads: str | None
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> ContainerFacts:
     cpu, memory = (ControlGroup(machine.read, name) for name in ("cpu", "memory"))
     periods = cpu.table("cpu.stat")
     quota, period = (cpu.text("cpu.max").split() + ["", ""])[:2]
     if not quota:
         quota, period = cpu.text("cpu.cfs_quota_us"), cpu.text("cpu.cfs_period_us")
     killed = memory.table("memory.events") or memory.table("memory.oom_control")
-    taken = Memory.of(memory, machine.topology.memory.total_bytes)
-    return Facts(
+    taken = CgroupMemory.of(memory, machine.topology.memory.total_bytes)
+    return ContainerFacts(
         allowed_cpus=len(machine.affinity),
         quota_cpus=int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None,
         throttled=periods.get("nr_throttled", 0) / max(1, periods.get("nr_periods", 0)),
@@ -45,7 +45,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: ContainerFacts) -> list[Finding]:
     findings = []
     quota = facts.quota_cpus
     if quota is not None and quota < facts.allowed_cpus:

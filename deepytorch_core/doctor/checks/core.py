@@ -10,7 +10,7 @@ from deepytorch_core.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
-class Facts:
+class CoreFacts:
     """Versions of the native core and of the package; `error` why the core can't be loaded."""
 
     core: str
@@ -19,16 +19,16 @@ class Facts:
     error: str
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> CoreFacts:
     package = machine.distributions.get(distribution.NAME, "")
     try:
         from deepytorch_core import _core
     except ImportError as error:
-        return Facts("", package, "", str(error))
-    return Facts(_core.__version__, package, _core.reduce_isa(), "")
+        return CoreFacts("", package, "", str(error))
+    return CoreFacts(_core.__version__, package, _core.reduce_isa(), "")
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: CoreFacts) -> list[Finding]:
     remedy = distribution.REINSTALL
     if facts.error:
         return [fail(f"the native core can't be loaded: {facts.error}", remedy)]

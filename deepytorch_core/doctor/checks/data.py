@@ -26,7 +26,7 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DataFacts:
     """Loaders of a run, None without a report, and the CPUs that each of its ranks has."""
 
     loaders: tuple[Loader, ...] | None
@@ -34,7 +34,7 @@ class Facts:
     has_gpu: bool = False
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> DataFacts:
     launched = config.launched(machine.environment)
     ranks = (launched.local_size or 1) if launched else max(1, len(machine.topology.gpus))
     cpus = max(1, machine.topology.cores.usable // ranks)
@@ -42,10 +42,10 @@ def gather(machine: Machine) -> Facts:
     if machine.report is not None:
         entries = machine.report.get("loaders")
         loaders = tuple(Loader(**entry) for entry in entries) if isinstance(entries, list) else ()
-    return Facts(loaders, cpus, bool(machine.topology.gpus))
+    return DataFacts(loaders, cpus, bool(machine.topology.gpus))
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: DataFacts) -> list[Finding]:
     if facts.loaders is None:
         text = "no run's report: json.dump(deepytorch.report().to_dict(), file) at its end, then "
         return [not_here(text + "deepytorch doctor --report FILE")]
@@ -66,7 +66,7 @@ def judge(facts: Facts) -> list[Finding]:
     return [okay(f"at most {worst:.1%} of the time waits for data")]
 
 
-def _remedy(loader: Loader, facts: Facts) -> str:
+def _remedy(loader: Loader, facts: DataFacts) -> str:
     """The first of these that is not done yet."""
     if loader.num_workers == 0:
         workers = max(1, min(4, facts.cpus))

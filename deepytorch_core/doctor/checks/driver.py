@@ -15,7 +15,7 @@ _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
 
 @dataclass(frozen=True)
-class Facts:
+class DriverFacts:
     """`num_pci` GPUs of NVIDIA are on the bus; `driver` is the kernel module's version, "" without;
     `cuda` what torch was built with; `error` why CUDA does not start."""
 
@@ -28,11 +28,11 @@ class Facts:
     visible: str | None
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> DriverFacts:
     torch = machine.torch
     text = machine.read("proc/driver/nvidia/version") or ""
     found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return Facts(
+    return DriverFacts(
         num_pci=len(pci.gpus(machine)),
         driver=found.group(1) if found else "",
         torch=torch.version,
@@ -43,7 +43,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: DriverFacts) -> list[Finding]:
     if not (facts.num_pci or facts.driver or facts.num_devices):
         return [not_here("no NVIDIA GPU on PCI and no driver")]
     seen = f"{facts.num_pci} NVIDIA GPU{'s' if facts.num_pci != 1 else ''} on PCI"

@@ -13,7 +13,7 @@ _BASE, _PER_RANK, _COMFORT = 512, 64, 4096
 
 
 @dataclass(frozen=True)
-class Facts:
+class FileFacts:
     """The soft and hard limit (None without one), and how many ranks the job has."""
 
     soft: int | None
@@ -21,17 +21,17 @@ class Facts:
     world_size: int
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> FileFacts:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     launched = config.launched(machine.environment)
-    return Facts(_limit(soft), _limit(hard), launched.size if launched else 1)
+    return FileFacts(_limit(soft), _limit(hard), launched.size if launched else 1)
 
 
 def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: FileFacts) -> list[Finding]:
     if facts.soft is None:
         return [okay("any number of files may be open")]
     needed = _BASE + _PER_RANK * facts.world_size

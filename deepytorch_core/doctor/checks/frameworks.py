@@ -23,19 +23,19 @@ _ADAPTERS = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class FrameworkFacts:
     """Versions known to the adapters, as the package declares them, and those installed."""
 
     ranges: Mapping[str, str]
     installed: Mapping[str, str]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> FrameworkFacts:
     ranges = declared(metadata.requires(distribution.NAME) or [])
     installed = {
         name: machine.distributions[name] for name in ranges if name in machine.distributions
     }
-    return Facts(ranges, installed)
+    return FrameworkFacts(ranges, installed)
 
 
 def declared(requirements: list[str]) -> dict[str, str]:
@@ -55,7 +55,7 @@ def declared(requirements: list[str]) -> dict[str, str]:
     return ranges
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: FrameworkFacts) -> list[Finding]:
     findings = []
     for name, version in sorted(facts.installed.items()):
         known = facts.ranges[name]

@@ -11,7 +11,7 @@ from deepytorch_core.topology.model import Nic
 
 
 @dataclass(frozen=True)
-class Facts:
+class InterfaceFacts:
     """`chosen`: the interface that leads to the other ranks, "" when there is none (`error`);
     `shares_node`: this one has all of the job's ranks."""
 
@@ -22,7 +22,7 @@ class Facts:
     shares_node: bool = False
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> InterfaceFacts:
     from deepytorch_core.network import addresses, rdma
 
     nics = machine.topology.nics
@@ -31,12 +31,14 @@ def gather(machine: Machine) -> Facts:
     try:
         address = addresses.own_address()
     except (OSError, socket.gaierror) as error:
-        return Facts(nics, "", str(error), has_rdma, alone)
+        return InterfaceFacts(nics, "", str(error), has_rdma, alone)
     name = next((nic.name for nic in nics if address in nic.addresses), "")
-    return Facts(nics, name, f"no interface has {address}" if not name else "", has_rdma, alone)
+    return InterfaceFacts(
+        nics, name, f"no interface has {address}" if not name else "", has_rdma, alone
+    )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: InterfaceFacts) -> list[Finding]:
     if facts.shares_node:
         return [not_here("all ranks are on this node")]
     chosen = next((nic for nic in facts.nics if nic.name == facts.chosen), None)

@@ -14,7 +14,7 @@ _REDIRECTS = 0x1C
 
 
 @dataclass(frozen=True)
-class Facts:
+class IommuFacts:
     """`acs`: control words of the bridges above the GPUs, None where a bridge has no ACS;
     `unread`: bridges whose registers only root may read; `types`: the IOMMU's mode for each GPU;
     `by_nvlink`: NVLink joins all GPUs, so that PCIe carries only what goes to the network."""
@@ -27,7 +27,7 @@ class Facts:
     has_rdma: bool
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> IommuFacts:
     gpus = pci.gpus(machine)
     acs: dict[str, int | None] = {}
     unread = []
@@ -39,7 +39,7 @@ def gather(machine: Machine) -> Facts:
             acs[bridge] = pci.acs_control(config)
     found = machine.topology
     links = [link.nvlinks for gpu in found.gpus for link in gpu.links]
-    return Facts(
+    return IommuFacts(
         gpus=tuple(gpus),
         acs=acs,
         unread=tuple(unread),
@@ -49,7 +49,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: IommuFacts) -> list[Finding]:
     if not facts.gpus or (len(facts.gpus) < 2 and not facts.has_rdma):
         return [not_here(f"{len(facts.gpus)} GPUs: no traffic between PCIe devices to redirect")]
     findings = []

@@ -12,7 +12,7 @@ from deepytorch_core.doctor.torch_facts import Device
 
 
 @dataclass(frozen=True)
-class Facts:
+class KernelFacts:
     """`built` is what the core has kernels for, as CMake writes it: "80-real 90a-real 90-virtual";
     "" without any."""
 
@@ -20,13 +20,13 @@ class Facts:
     devices: tuple[Device, ...]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> KernelFacts:
     from deepytorch_core import _core
 
-    return Facts(_core.gpu_architectures, machine.torch.devices)
+    return KernelFacts(_core.gpu_architectures, machine.torch.devices)
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: KernelFacts) -> list[Finding]:
     if not facts.devices:
         has = f"the core has kernels for {facts.built}" if facts.built else "the core has none"
         return [not_here(f"torch sees no GPU ({has})")]

@@ -17,7 +17,7 @@ _FILE_HINT = "torchrun --nnodes N --nproc-per-node 1 ... -m deepytorch.cli docto
 
 
 @dataclass(frozen=True)
-class Facts:
+class LinkFacts:
     """`link`: the slowest pair of nodes, None when nothing is known; `is_new` if measured now."""
 
     link: Link | None
@@ -29,14 +29,14 @@ class Facts:
     by_rdma: bool
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> LinkFacts:
     measured = machine.together
     found = interface.gather(machine)
     chosen = next((nic for nic in found.nics if nic.name == found.chosen), None)
     known = links.worst(measured.links) if measured and measured.links else None
     path = prepare.known_links()
     earlier = None if path is None else links.latest(path)
-    return Facts(
+    return LinkFacts(
         link=known or earlier,
         is_new=known is not None,
         errors=measured.link_errors if measured else (),
@@ -47,7 +47,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: LinkFacts) -> list[Finding]:
     failed = [warn(f"not measured: {error}", _FILE_HINT) for error in facts.errors]
     if facts.link is None:
         if failed:

@@ -12,7 +12,7 @@ _ENOUGH = 64 << 30
 
 
 @dataclass(frozen=True)
-class Facts:
+class MemlockFacts:
     """The soft limit in bytes, None without one; whether this process may exceed it (root)."""
 
     limit_bytes: int | None
@@ -20,20 +20,20 @@ class Facts:
     num_rdma: int
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> MemlockFacts:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = machine.read("proc/self/status") or ""
     effective = next((line for line in status.splitlines() if line.startswith("CapEff:")), "")
     capabilities = int(effective.split()[1], 16) if effective else 0
     ipc_lock = 1 << 14
-    return Facts(
+    return MemlockFacts(
         limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
         may_exceed=bool(capabilities & ipc_lock),
         num_rdma=len(machine.topology.rdma),
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: MemlockFacts) -> list[Finding]:
     limit = "none" if facts.limit_bytes is None else f"{facts.limit_bytes / 2**20:.0f} MiB"
     if not facts.num_rdma:
         return [not_here(f"no RDMA adapter (limit of locked memory: {limit})")]

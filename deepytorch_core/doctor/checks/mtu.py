@@ -15,7 +15,7 @@ _JUMBO = 4000
 
 
 @dataclass(frozen=True)
-class Facts:
+class MtuFacts:
     """`paths`: what was measured between nodes, with the interface's name at the sender."""
 
     nics: tuple[Nic, ...]
@@ -24,10 +24,10 @@ class Facts:
     errors: tuple[str, ...]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> MtuFacts:
     found = interface.gather(machine)
     measured = machine.together
-    return Facts(
+    return MtuFacts(
         nics=found.nics,
         chosen=found.chosen,
         paths=measured.paths if measured else (),
@@ -35,7 +35,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: MtuFacts) -> list[Finding]:
     findings = []
     for path in facts.paths:
         where = f"from rank {path.sender} to rank {path.receiver}"

@@ -13,7 +13,7 @@ _FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib64", "usr/lib/aarch64-linux-gnu"
 
 
 @dataclass(frozen=True)
-class Facts:
+class NcclFacts:
     """`packages`: NCCLs that pip installed; `loaded`: files in a process that loaded torch;
     `others`: files on the library path that would win over pip's; `system`: those of the system."""
 
@@ -26,7 +26,7 @@ class Facts:
     cuda: str
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> NcclFacts:
     packages = {
         name: version
         for name, version in machine.distributions.items()
@@ -44,7 +44,7 @@ def gather(machine: Machine) -> Facts:
         if file.name == "libnccl.so.2"
     ]
     torch = machine.torch
-    return Facts(
+    return NcclFacts(
         packages=packages,
         loaded=torch.loaded_nccls,
         others=tuple(others),
@@ -55,7 +55,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: NcclFacts) -> list[Finding]:
     findings = []
     if len(facts.packages) > 1:
         # They share a folder (nvidia/nccl/lib): what was installed last has overwritten the other.

@@ -11,7 +11,7 @@ from deepytorch_core.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
-class Facts:
+class NumaFacts:
     """`nodes`: CPUs of each NUMA node; `allowed`: those of this process; `gpus`: the node of each
     GPU, -1 where the machine does not say; `mine`: this rank's GPU, None outside a job."""
 
@@ -23,7 +23,7 @@ class Facts:
     balances: bool
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> NumaFacts:
     found = machine.topology
     launched = config.launched(machine.environment)
     rank = launched.local_rank if launched else None
@@ -33,7 +33,7 @@ def gather(machine: Machine) -> Facts:
         visible = [int(one) for one in chosen]
         if len(visible) == 1 and rank is not None:
             rank = 0  # the launcher gives each rank its own
-    return Facts(
+    return NumaFacts(
         nodes={node.index: frozenset(node.cpus) for node in found.numa_nodes if node.cpus},
         allowed=machine.affinity,
         gpus={gpu.index: gpu.numa_node for gpu in found.gpus if gpu.index in visible},
@@ -43,7 +43,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: NumaFacts) -> list[Finding]:
     if len(facts.nodes) < 2:
         return [not_here(f"{len(facts.nodes)} NUMA node: everything is equally near")]
     findings = []

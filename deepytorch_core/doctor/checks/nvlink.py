@@ -11,17 +11,17 @@ from deepytorch_core.topology.model import Gpu
 
 
 @dataclass(frozen=True)
-class Facts:
+class NvlinkFacts:
     """GPUs with their links, as the topology has them."""
 
     gpus: tuple[Gpu, ...]
 
 
-def gather(machine: Machine) -> Facts:
-    return Facts(machine.topology.gpus)
+def gather(machine: Machine) -> NvlinkFacts:
+    return NvlinkFacts(machine.topology.gpus)
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: NvlinkFacts) -> list[Finding]:
     if len(facts.gpus) < 2:
         return [not_here(f"{len(facts.gpus)} GPU{'s' if len(facts.gpus) != 1 else ''}")]
     most = {gpu.index: max(link.nvlinks for link in gpu.links) for gpu in facts.gpus}

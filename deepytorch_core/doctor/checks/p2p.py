@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
-from deepytorch_core.doctor.torch_facts import Pair
+from deepytorch_core.doctor.torch_facts import GpuPair
 
 _HANGS = (
     "export NCCL_P2P_DISABLE=1   # at once; for good: deepytorch doctor --only iommu, "
@@ -17,21 +17,21 @@ _SLOWER = 0.9
 
 
 @dataclass(frozen=True)
-class Facts:
+class P2pFacts:
     """`pairs`: every ordered pair that was measured; `doing`: what had not ended after
     `stuck_s` seconds, "" when all was done."""
 
     num_devices: int
-    pairs: tuple[Pair, ...]
+    pairs: tuple[GpuPair, ...]
     doing: str
     stuck_s: float
     error: str
     is_disabled: bool
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> P2pFacts:
     torch = machine.torch
-    return Facts(
+    return P2pFacts(
         num_devices=len(torch.devices),
         pairs=torch.pairs,
         doing=torch.doing,
@@ -41,7 +41,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: P2pFacts) -> list[Finding]:
     if facts.num_devices < 2:
         return [not_here(f"{facts.num_devices} GPU{'s' if facts.num_devices != 1 else ''}")]
     findings = []
@@ -69,7 +69,7 @@ def judge(facts: Facts) -> list[Finding]:
     return [okay(_matrix(facts))]
 
 
-def _matrix(facts: Facts) -> str:
+def _matrix(facts: P2pFacts) -> str:
     peers = [pair for pair in facts.pairs if pair.can_access]
     host = min(pair.host_gbps for pair in facts.pairs)
     if not peers:
@@ -80,7 +80,7 @@ def _matrix(facts: Facts) -> str:
     return text + f"{fastest:.3g} GB/s; by the host {host:.3g} GB/s"
 
 
-def _list(pairs: list[Pair]) -> str:
+def _list(pairs: list[GpuPair]) -> str:
     shown = [
         f"{pair.source}-{pair.target} {pair.direct_gbps:.3g} GB/s (host {pair.host_gbps:.3g})"
         for pair in pairs[:4]

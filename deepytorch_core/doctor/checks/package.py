@@ -10,22 +10,22 @@ from deepytorch_core.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
-class Facts:
+class PackageFacts:
     """Versions of this project's package and of somebody else's `deepytorch`; "" without."""
 
     ours: str
     theirs: str
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> PackageFacts:
     installed = machine.distributions
-    return Facts(
+    return PackageFacts(
         installed.get(distribution.NAME, ""),
         installed.get(distribution.IMPORTED, ""),
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: PackageFacts) -> list[Finding]:
     if facts.theirs:
         text = (
             f"the package {distribution.IMPORTED} {facts.theirs} is somebody else's and writes "

@@ -14,25 +14,25 @@ _BUSY_STATES = ("P0", "P1", "P2")
 
 
 @dataclass(frozen=True)
-class Facts:
+class PcieFacts:
     """`power_states`: nvidia-smi's, by PCI address; idle GPUs lower the speed of their link."""
 
-    links: tuple[pci.Link, ...]
+    links: tuple[pci.PciLink, ...]
     power_states: Mapping[str, str]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> PcieFacts:
     devices = [(address, "GPU") for address in pci.gpus(machine)]
     devices += [(address, "network adapter") for address in pci.network_adapters(machine)]
     links = tuple(pci.link(machine, address, kind) for address, kind in devices)
-    return Facts(
+    return PcieFacts(
         # Virtual functions and devices of a hypervisor have no link of their own.
         links=tuple(one for one in links if one.width and one.max_width),
         power_states={state.pci: state.power_state for state in machine.gpu_states},
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: PcieFacts) -> list[Finding]:
     if not facts.links:
         return [not_here("no GPU or network adapter with a PCIe link of its own")]
     findings = []
@@ -57,14 +57,14 @@ def judge(facts: Facts) -> list[Finding]:
     return findings or [okay(_summary(facts))]
 
 
-def _rests(facts: Facts, link: pci.Link) -> bool:
+def _rests(facts: PcieFacts, link: pci.PciLink) -> bool:
     """Whether a GPU may have lowered its link for want of work: then only the slot tells."""
     if link.kind != "GPU" or 0 < link.slot_speed < link.max_speed:
         return False
     return facts.power_states.get(link.address) not in _BUSY_STATES
 
 
-def _summary(facts: Facts) -> str:
+def _summary(facts: PcieFacts) -> str:
     counts: dict[str, int] = {}
     for link in facts.links:
         text = f"{link.kind} with {link.width} lanes of {_generation(link.max_speed)}"

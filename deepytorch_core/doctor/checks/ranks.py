@@ -10,17 +10,17 @@ from deepytorch_core.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """Versions by package, for each node by its name."""
 
     versions: Mapping[str, Mapping[str, str]]
 
 
-def gather(machine: Machine) -> Facts:
-    return Facts(machine.together.versions if machine.together else {})
+def gather(machine: Machine) -> RankFacts:
+    return RankFacts(machine.together.versions if machine.together else {})
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: RankFacts) -> list[Finding]:
     if not facts.versions:
         return [not_here("not started on several ranks (torchrun ... -m deepytorch.cli doctor)")]
     names = sorted({name for versions in facts.versions.values() for name in versions})

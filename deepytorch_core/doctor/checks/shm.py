@@ -14,7 +14,7 @@ _LOW_FREE = 1 << 30
 
 
 @dataclass(frozen=True)
-class Facts:
+class ShmFacts:
     """Bytes of /dev/shm; `error` where there is none or it can't be written."""
 
     total_bytes: int
@@ -22,17 +22,17 @@ class Facts:
     error: str
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> ShmFacts:
     folder = machine.path("dev/shm")
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        return Facts(0, 0, str(error.strerror))
+        return ShmFacts(0, 0, str(error.strerror))
     problem = "" if os.access(folder, os.W_OK) and not status.f_flag & os.ST_RDONLY else "read-only"
-    return Facts(status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail, problem)
+    return ShmFacts(status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail, problem)
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: ShmFacts) -> list[Finding]:
     remedy = "sudo mount -o remount,rw,size=16G /dev/shm   # a container: docker run --shm-size=16g"
     if facts.error:
         return [fail(f"/dev/shm can't be used: {facts.error}", remedy)]

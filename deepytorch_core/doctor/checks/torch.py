@@ -13,18 +13,18 @@ OLDEST, FIRST_UNKNOWN = (2, 11), (2, 16)
 
 
 @dataclass(frozen=True)
-class Facts:
+class TorchInstallFacts:
     """The words of torch's child process, and the installed version by its metadata."""
 
     torch: TorchFacts
     installed: str
 
 
-def gather(machine: Machine) -> Facts:
-    return Facts(machine.torch, machine.distributions.get("torch", ""))
+def gather(machine: Machine) -> TorchInstallFacts:
+    return TorchInstallFacts(machine.torch, machine.distributions.get("torch", ""))
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: TorchInstallFacts) -> list[Finding]:
     version = facts.torch.version or facts.installed
     known = f"torch>={_text(OLDEST)},<{_text(FIRST_UNKNOWN)}"
     install = f"pip install '{known}'"

@@ -20,7 +20,7 @@ _MOST_SOCKETS = 64
 
 
 @dataclass(frozen=True)
-class Facts:
+class VariableFacts:
     """Variables, and what they are held against."""
 
     variables: Mapping[str, str]
@@ -32,15 +32,15 @@ class Facts:
     local_size: int
 
 
-Rule = Callable[[Facts], Iterator[Finding]]
+Rule = Callable[[VariableFacts], Iterator[Finding]]
 
 
-def gather(machine: Machine) -> Facts:
+def gather(machine: Machine) -> VariableFacts:
     from deepytorch_core.network import rdma
 
     found = machine.topology
     launched = config.launched(machine.environment)
-    return Facts(
+    return VariableFacts(
         variables=machine.environment,
         interfaces=tuple(nic.name for nic in found.nics),
         has_rdma=bool(rdma.usable(found)),
@@ -51,7 +51,7 @@ def gather(machine: Machine) -> Facts:
     )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: VariableFacts) -> list[Finding]:
     findings = [finding for rule in RULES for finding in rule(facts)]
     if findings:
         return sorted(findings, key=lambda finding: finding.state != State.FAIL)
@@ -61,23 +61,23 @@ def judge(facts: Facts) -> list[Finding]:
     return [okay(f"set: {', '.join(shown)}" if shown else "none of ours, NCCL's or torch's is set")]
 
 
-def _is_on(facts: Facts, name: str) -> bool:
+def _is_on(facts: VariableFacts, name: str) -> bool:
     return facts.variables.get(name, "").strip().lower() in {"1", "true", "yes", "on", "y"}
 
 
-def _misspelt(facts: Facts) -> Iterator[Finding]:
+def _misspelt(facts: VariableFacts) -> Iterator[Finding]:
     for line in config.unknown_variables(facts.variables):
         yield warn(line, f"unset {line.partition(' ')[0]}")
 
 
-def _wrong_option(facts: Facts) -> Iterator[Finding]:
+def _wrong_option(facts: VariableFacts) -> Iterator[Finding]:
     try:
         config.Options.from_env(facts.variables)
     except ValueError as error:
         yield fail(str(error), f"unset {str(error).partition('=')[0]}")
 
 
-def _switched_off(facts: Facts) -> Iterator[Finding]:
+def _switched_off(facts: VariableFacts) -> Iterator[Finding]:
     value = facts.variables.get("DEEPYTORCH_ENABLED", "").strip().lower()
     names = {f"DEEPYTORCH_{name.upper()}" for name in config.Options.names()}
     others = sorted(names & set(facts.variables) - {"DEEPYTORCH_ENABLED", "DEEPYTORCH_LOG"})
@@ -86,7 +86,7 @@ def _switched_off(facts: Facts) -> Iterator[Finding]:
         yield warn(text, "unset DEEPYTORCH_ENABLED")
 
 
-def _no_such_interface(facts: Facts) -> Iterator[Finding]:
+def _no_such_interface(facts: VariableFacts) -> Iterator[Finding]:
     for name in _INTERFACES:
         asked = facts.variables.get(name, "")
         if not asked or asked.startswith("^"):
@@ -98,7 +98,7 @@ def _no_such_interface(facts: Facts) -> Iterator[Finding]:
             yield fail(text, f"unset {name}")
 
 
-def _different_interfaces(facts: Facts) -> Iterator[Finding]:
+def _different_interfaces(facts: VariableFacts) -> Iterator[Finding]:
     known = facts.interfaces
     chosen = {}
     for name in _INTERFACES:
@@ -112,7 +112,7 @@ def _different_interfaces(facts: Facts) -> Iterator[Finding]:
         yield warn(f"{text}: ranks talk over different networks", command)
 
 
-def _peer_copies_off(facts: Facts) -> Iterator[Finding]:
+def _peer_copies_off(facts: VariableFacts) -> Iterator[Finding]:
     if _is_on(facts, "NCCL_P2P_DISABLE") and facts.has_nvlink:
         yield fail("NCCL_P2P_DISABLE=1 leaves the NVLinks unused", "unset NCCL_P2P_DISABLE")
     level = facts.variables.get("NCCL_P2P_LEVEL", "").upper()
@@ -120,13 +120,13 @@ def _peer_copies_off(facts: Facts) -> Iterator[Finding]:
         yield warn("NCCL_P2P_LEVEL=LOC forbids all peer copies", "unset NCCL_P2P_LEVEL")
 
 
-def _shared_memory_off(facts: Facts) -> Iterator[Finding]:
+def _shared_memory_off(facts: VariableFacts) -> Iterator[Finding]:
     if _is_on(facts, "NCCL_SHM_DISABLE") and facts.num_gpus > 1 and not facts.has_nvlink:
         text = "NCCL_SHM_DISABLE=1: GPUs of this machine talk over the network"
         yield warn(text, "unset NCCL_SHM_DISABLE")
 
 
-def _rdma_off(facts: Facts) -> Iterator[Finding]:
+def _rdma_off(facts: VariableFacts) -> Iterator[Finding]:
     if _is_on(facts, "NCCL_IB_DISABLE") and facts.has_rdma:
         text = "NCCL_IB_DISABLE=1: the RDMA adapters are left unused"
         yield warn(text, "unset NCCL_IB_DISABLE")
@@ -134,7 +134,7 @@ def _rdma_off(facts: Facts) -> Iterator[Finding]:
         yield fail("NCCL_NET=IB: no RDMA adapter is usable here", "unset NCCL_NET")
 
 
-def _too_many_sockets(facts: Facts) -> Iterator[Finding]:
+def _too_many_sockets(facts: VariableFacts) -> Iterator[Finding]:
     names = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
     values = [facts.variables.get(name, "") for name in names]
     if all(value.isdecimal() for value in values):
@@ -144,7 +144,7 @@ def _too_many_sockets(facts: Facts) -> Iterator[Finding]:
             yield fail(text, f"unset {' '.join(names)}")
 
 
-def _chosen_by_hand(facts: Facts) -> Iterator[Finding]:
+def _chosen_by_hand(facts: VariableFacts) -> Iterator[Finding]:
     by_hand = sorted({"NCCL_ALGO", "NCCL_PROTO"} & set(facts.variables))
     table = facts.variables.get("DEEPYTORCH_NCCL_TABLE")
     if by_hand and table:
@@ -152,14 +152,14 @@ def _chosen_by_hand(facts: Facts) -> Iterator[Finding]:
         yield warn(text, f"unset {' '.join(by_hand)}")
 
 
-def _renamed(facts: Facts) -> Iterator[Finding]:
+def _renamed(facts: VariableFacts) -> Iterator[Finding]:
     for old in ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG"):
         if old in facts.variables:
             value = facts.variables[old]
             yield warn(f"{old} has a new name in torch", f"unset {old}; export TORCH_{old}={value}")
 
 
-def _blocking(facts: Facts) -> Iterator[Finding]:
+def _blocking(facts: VariableFacts) -> Iterator[Finding]:
     for name, effect in (
         ("CUDA_LAUNCH_BLOCKING", "the CPU waits for every kernel"),
         ("TORCH_NCCL_BLOCKING_WAIT", "the CPU waits for every collective"),
@@ -168,7 +168,7 @@ def _blocking(facts: Facts) -> Iterator[Finding]:
             yield warn(f"{name}={facts.variables[name]}: {effect}", f"unset {name}")
 
 
-def _chatty(facts: Facts) -> Iterator[Finding]:
+def _chatty(facts: VariableFacts) -> Iterator[Finding]:
     for name, values, effect in (
         ("NCCL_DEBUG", {"TRACE"}, "NCCL writes a line for every call"),
         ("TORCH_DISTRIBUTED_DEBUG", {"DETAIL"}, "every collective is checked over gloo first"),
@@ -179,14 +179,14 @@ def _chatty(facts: Facts) -> Iterator[Finding]:
             yield warn(f"{name}={value}: {effect}", f"unset {name}")
 
 
-def _two_allocators(facts: Facts) -> Iterator[Finding]:
+def _two_allocators(facts: VariableFacts) -> Iterator[Finding]:
     old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     values = facts.variables.get(old), facts.variables.get(new)
     if all(values) and values[0] != values[1]:
         yield warn(f"{old}={values[0]} and {new}={values[1]} differ", f"unset {old}")
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
+def _threads(facts: VariableFacts) -> Iterator[Finding]:
     value = facts.variables.get("OMP_NUM_THREADS", "").partition(",")[0]
     if not value:
         return

@@ -18,9 +18,9 @@ from deepytorch_core import guard
 from deepytorch_core.nn.cross_entropy import cross_entropy
 from deepytorch_core.nn.kernels import (
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -41,14 +41,14 @@ _stock: Any = torch.ops.aten.cross_entropy_loss.default
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The loss of the model's widest layer, if that has many classes."""
     if setting.autocast is None or setting.device.type != "cuda":
         return
     widths = [getattr(one, "out_features", 0) for one in setting.model.modules()]
     classes = max((one for one in widths if isinstance(one, int)), default=0)
     if classes >= LEAST_CLASSES:
-        yield Place(
+        yield KernelPlace(
             kind=KIND,
             what=f"cross-entropy({classes})",
             targets=(None,),
@@ -59,7 +59,7 @@ def find(setting: Setting) -> Iterable[Place]:
 
 
 class _Logits(nn.Module):
-    def __init__(self, rows: int, classes: int, setting: Setting) -> None:
+    def __init__(self, rows: int, classes: int, setting: KernelSetting) -> None:
         super().__init__()
         generator = torch.Generator(setting.device).manual_seed(rows)
         self.logits = nn.Parameter(
@@ -69,7 +69,7 @@ class _Logits(nn.Module):
         )
 
 
-def _probe(classes: int, setting: Setting) -> Probe:
+def _probe(classes: int, setting: KernelSetting) -> KernelProbe:
     rows = max(64, min(_MOST_ROWS, _MOST_LOGITS // classes))
     module = _Logits(rows, classes, setting)
     targets = torch.arange(rows, device=setting.device, dtype=torch.int64) % classes
@@ -80,7 +80,7 @@ def _probe(classes: int, setting: Setting) -> Probe:
         loss.backward()  # type: ignore[no-untyped-call]
         return [loss]
 
-    return Probe(module, None, run)
+    return KernelProbe(module, None, run)
 
 
 @register_kernel
@@ -90,7 +90,7 @@ class FusedCrossEntropy(Kernel):
     kind = KIND
     name = "fused"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(_stock.name(), KEY)
         if has_kernel and not _serving.is_on:
             return "torch has an autocast of its own for it"
@@ -100,7 +100,7 @@ class FusedCrossEntropy(Kernel):
             return "Triton is not installed"
         return None
 
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         return _serving.begin()
 
 

@@ -26,9 +26,9 @@ from deepytorch_core.base.patching import Patches
 from deepytorch_core.nn import fused_adam
 from deepytorch_core.nn.kernels import (
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -51,7 +51,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The optimizers on a GPU that run fused, whoever chose that."""
     if setting.device.type != DEVICE:
         return
@@ -59,7 +59,7 @@ def find(setting: Setting) -> Iterable[Place]:
         own = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
         if type(own) in CLASSES and fused_optimizer.is_fused(own):
             dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in _trained(own)})
-            yield Place(
+            yield KernelPlace(
                 kind=KIND,
                 what=f"fused {type(own).__name__}({', '.join(dtypes)})",
                 targets=(own,),
@@ -80,7 +80,7 @@ class FusedAdam(Kernel):
     name = "triton"
     kind = KIND
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         (optimizer,) = place.targets
         if not _has_triton():
             return "Triton is not installed"
@@ -104,7 +104,7 @@ class FusedAdam(Kernel):
             return "parameters are few"
         return None
 
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         return _serving.begin()
 
 
@@ -127,7 +127,7 @@ def _is_decoupled(group: dict[str, Any], optimizer: Any) -> bool:
     return bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
 
 
-def _are_replicas(setting: Setting) -> bool:
+def _are_replicas(setting: KernelSetting) -> bool:
     """See NOTE [Replicas]."""
     size = guard.Ranks(KIND).size
     return setting.mode == "auto" and size > 1 and not fused_optimizer.is_cut(setting.model)
@@ -147,7 +147,7 @@ class _Serving:
         from deepytorch_core.nn import adam_kernels
 
         if not self._wanted:
-            shape = adam_kernels.Shape()
+            shape = adam_kernels.LaunchShape()
             self._known = fused_adam.Known(shape.chunk)
             self._patches = Patches()
             for name, is_decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
@@ -249,7 +249,7 @@ class _Group:
             getattr(torch, self._name)(*lists[:4], [], lists[4], **self._settings)
 
 
-def _probe(optimizer: Any, setting: Setting) -> Probe:
+def _probe(optimizer: Any, setting: KernelSetting) -> KernelProbe:
     """The same calls on new tensors of the same sizes."""
     groups: list[_Group] = []
     left = _num_tried(setting.device)
@@ -284,7 +284,7 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
                 found += moments
         return found
 
-    return Probe(module, None, run, clock=lambda call, ranks: _clock(setting.device))
+    return KernelProbe(module, None, run, clock=lambda call, ranks: _clock(setting.device))
 
 
 def _clock(device: torch.device) -> guard.Clock:

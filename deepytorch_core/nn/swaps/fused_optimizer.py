@@ -35,9 +35,9 @@ from deepytorch_core.base import decisions
 from deepytorch_core.nn import scaler_step
 from deepytorch_core.nn.kernels import (
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -54,12 +54,12 @@ _switched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """torch's optimizers that are not fused yet."""
     for optimizer in setting.optimizers:
         own = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
         if type(own) in CLASSES and not all(group.get("fused") for group in own.param_groups):
-            yield Place(
+            yield KernelPlace(
                 kind=KIND,
                 what=type(own).__name__,
                 targets=(own,),
@@ -81,7 +81,7 @@ class Fused(Kernel):
     kind = KIND
     name = "fused"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         (optimizer,) = place.targets
         if (
             setting.mode == "auto"
@@ -106,7 +106,7 @@ class Fused(Kernel):
             return "an embedding has sparse gradients"
         return None
 
-    def apply(self, target: Any, setting: Setting) -> Undo:
+    def apply(self, target: Any, setting: KernelSetting) -> Undo:
         return _Switch(target).undo
 
 
@@ -139,7 +139,7 @@ class _Switch:
             optimizer.register_state_dict_post_hook(_save_as_stock),
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
-            scaler_step.Handle(optimizer, self.is_whole),
+            scaler_step.ScalerHandle(optimizer, self.is_whole),
         ]
 
     def is_whole(self) -> bool:
@@ -263,7 +263,7 @@ def match_state(optimizer: Any) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _probe(optimizer: Any, setting: Setting) -> Probe:
+def _probe(optimizer: Any, setting: KernelSetting) -> KernelProbe:
     """An optimizer of the same kind over new parameters of the same shapes."""
     left = _ELEMENTS.get(setting.device.type, _DEFAULT_ELEMENTS)
     generator = torch.Generator().manual_seed(left)
@@ -307,4 +307,4 @@ def _probe(optimizer: Any, setting: Setting) -> Probe:
             for now, then in zip(own_parameters, start, strict=True)
         ]
 
-    return Probe(module, probed, run)
+    return KernelProbe(module, probed, run)

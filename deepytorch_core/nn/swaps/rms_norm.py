@@ -16,9 +16,9 @@ from torch import nn
 
 from deepytorch_core.nn.kernels import (
     Kernel,
-    Place,
-    Probe,
-    Setting,
+    KernelPlace,
+    KernelProbe,
+    KernelSetting,
     Undo,
     register_kernel,
     register_place,
@@ -38,13 +38,13 @@ def epsilon(module: nn.Module) -> float | None:
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The RMSNorms of the model, by size."""
     found = [one for one in setting.model.modules() if _is_rms_norm(one) and _forward.is_whole(one)]
     for group in _forward.alike(found):
         weight = group[0].weight
         assert isinstance(weight, torch.Tensor)
-        yield Place(
+        yield KernelPlace(
             kind=KIND,
             what=f"{type(group[0]).__name__}({weight.numel()})",
             targets=group,
@@ -64,7 +64,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     )
 
 
-def _probe(module: nn.Module, setting: Setting) -> Probe:
+def _probe(module: nn.Module, setting: KernelSetting) -> KernelProbe:
     probed = copy.deepcopy(module).to(setting.device).train()
     (weight,) = probed.parameters()
     # Not as initialised: a weight of ones would hide what is done to it.
@@ -79,7 +79,7 @@ def _probe(module: nn.Module, setting: Setting) -> Probe:
         torch.autograd.backward(y, gradient.to(y.dtype))
         return [y, rows.grad]
 
-    return Probe(probed, probed, run)
+    return KernelProbe(probed, probed, run)
 
 
 @register_kernel
@@ -89,10 +89,10 @@ class TorchRMSNorm(Kernel):
     kind = KIND
     name = "torch"
 
-    def why_not(self, place: Place, setting: Setting) -> str | None:
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
         return _forward.why_not(place.targets)
 
-    def apply(self, target: nn.Module, setting: Setting) -> Undo:
+    def apply(self, target: nn.Module, setting: KernelSetting) -> Undo:
         return _forward.replace(target, _rms_norm)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from deepytorch_core.nn.kernels import Place, Probe, Setting, register_place
+from deepytorch_core.nn.kernels import KernelPlace, KernelProbe, KernelSetting, register_place
 from deepytorch_core.nn.swaps import _forward
 
 KIND = "swiglu"
@@ -20,13 +20,13 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @register_place(KIND)
-def find(setting: Setting) -> Iterable[Place]:
+def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The feed-forward parts of the model, by size."""
     found = [one for one in setting.model.modules() if _is_swiglu(one) and _forward.is_whole(one)]
     for group in _forward.alike(found):
         width = group[0].get_submodule("gate_proj")
         assert isinstance(width, nn.Linear)
-        yield Place(
+        yield KernelPlace(
             kind=KIND,
             what=f"{type(group[0]).__name__}({width.in_features}, {width.out_features})",
             targets=group,
@@ -44,7 +44,7 @@ def _is_swiglu(module: nn.Module) -> bool:
     ) <= {*_PROJECTIONS, "act_fn"}
 
 
-def _probe(module: nn.Module, setting: Setting) -> Probe:
+def _probe(module: nn.Module, setting: KernelSetting) -> KernelProbe:
     probed = copy.deepcopy(module).to(setting.device).train()
     first = probed.get_submodule("gate_proj")
     assert isinstance(first, nn.Linear)
@@ -58,4 +58,4 @@ def _probe(module: nn.Module, setting: Setting) -> Probe:
         torch.autograd.backward(y, gradient[:, : y.shape[-1]].to(y.dtype))
         return [y, rows.grad]
 
-    return Probe(probed, probed, run)
+    return KernelProbe(probed, probed, run)

@@ -18,7 +18,7 @@ from deepytorch_core.doctor.checks import (
 )
 from deepytorch_core.doctor.finding import State
 from deepytorch_core.doctor.smi import GpuState
-from deepytorch_core.doctor.torch_facts import Device, Pair
+from deepytorch_core.doctor.torch_facts import Device, GpuPair
 from deepytorch_core.topology.model import Gpu, GpuLink
 
 FAIL, WARN = State.FAIL, State.WARN
@@ -31,12 +31,12 @@ def gpu(index: int, nvlinks: list[int], name: str = "NVIDIA H100 80GB HBM3") -> 
     return Gpu(index, f"GPU-{index}", name, 80 << 30, f"0000:{index:02x}:00.0", 0, 504_123, links)
 
 
-def pair(source: int, target: int, **changes: Any) -> Pair:
+def pair(source: int, target: int, **changes: Any) -> GpuPair:
     known = {"can_access": True, "direct_gbps": 22.0, "host_gbps": 11.0, "is_right": True}
-    return Pair(source, target, **{**known, **changes})
+    return GpuPair(source, target, **{**known, **changes})
 
 
-def pci_link(**changes: Any) -> pci.Link:
+def pci_link(**changes: Any) -> pci.PciLink:
     known = {
         "address": "0000:18:00.0",
         "kind": "GPU",
@@ -47,7 +47,7 @@ def pci_link(**changes: Any) -> pci.Link:
         "slot_speed": 16.0,
         "slot_width": 16,
     }
-    return pci.Link(**{**known, **changes})
+    return pci.PciLink(**{**known, **changes})
 
 
 def smi_state(**changes: Any) -> GpuState:
@@ -68,7 +68,7 @@ H100 = (Device(0, "NVIDIA H100 80GB HBM3", "9.0"),)
 
 CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
     driver: (
-        driver.Facts(8, "570.86", "2.13.0+cu128", "12.8", 8, "", None),
+        driver.DriverFacts(8, "570.86", "2.13.0+cu128", "12.8", 8, "", None),
         [
             (
                 {"driver": "", "num_devices": 0},
@@ -84,7 +84,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     kernels: (
-        kernels.Facts("80-real 90a-real 90-virtual", H100),
+        kernels.KernelFacts("80-real 90a-real 90-virtual", H100),
         [
             ({"built": ""}, WARN, "built without nvcc", "CMAKE_CUDA_ARCHITECTURES='90'"),
             (
@@ -96,7 +96,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     connections: (
-        connections.Facts(None, {"deepspeed": "0.19.8"}, ("9.0",)),
+        connections.ConnectionFacts(None, {"deepspeed": "0.19.8"}, ("9.0",)),
         [
             ({"value": "many"}, FAIL, "expected 1 to 32", "unset CUDA_DEVICE_MAX"),
             ({"value": "1"}, WARN, "FSDP and ZeRO", "unset CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -109,7 +109,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     p2p: (
-        p2p.Facts(2, (pair(0, 1), pair(1, 0)), "", 0.0, "", False),
+        p2p.P2pFacts(2, (pair(0, 1), pair(1, 0)), "", 0.0, "", False),
         [
             (
                 {"pairs": (pair(0, 1, is_right=False), pair(1, 0))},
@@ -155,7 +155,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     iommu: (
-        iommu.Facts(
+        iommu.IommuFacts(
             gpus=("0000:18:00.0", "0000:3b:00.0"),
             acs={"0000:17:00.0": 0, "0000:15:01.0": None},
             unread=(),
@@ -175,7 +175,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     pcie: (
-        pcie.Facts((pci_link(),), {"0000:18:00.0": "P0"}),
+        pcie.PcieFacts((pci_link(),), {"0000:18:00.0": "P0"}),
         [
             ({"links": (pci_link(width=8),)}, WARN, "8 lanes of 16", "reseat"),
             (
@@ -200,7 +200,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     nvlink: (
-        nvlink.Facts(tuple(gpu(index, [18] * 4) for index in range(4))),
+        nvlink.NvlinkFacts(tuple(gpu(index, [18] * 4) for index in range(4))),
         [
             (
                 {"gpus": tuple(gpu(i, [18, 18, 18, 0] if i < 3 else [0] * 4) for i in range(4))},
@@ -223,7 +223,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     numa: (
-        numa.Facts(
+        numa.NumaFacts(
             nodes={0: frozenset(range(4)), 1: frozenset(range(4, 8))},
             allowed=frozenset(range(8)),
             gpus={0: 0, 1: 1},
@@ -250,7 +250,9 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     clocks: (
-        clocks.Facts((smi_state(),), (clocks.Cpu("performance", "acpi-cpufreq", 3000, 3000, 8),)),
+        clocks.ClockFacts(
+            (smi_state(),), (clocks.Cpu("performance", "acpi-cpufreq", 3000, 3000, 8),)
+        ),
         [
             (
                 {"gpus": (smi_state(held_down_by=0x48, clock_mhz=900.0, celsius=91.0),)},

@@ -53,7 +53,7 @@ TORCH = TorchFacts(version="2.13.0+cu128", cuda="12.8")
 
 CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
     torch: (
-        torch.Facts(TORCH, "2.13.0+cu128"),
+        torch.TorchInstallFacts(TORCH, "2.13.0+cu128"),
         [
             ({"torch": TorchFacts(error="x"), "installed": ""}, FAIL, "not installed", "pip"),
             (
@@ -83,7 +83,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     nccl: (
-        nccl.Facts(
+        nccl.NcclFacts(
             {"nvidia-nccl-cu12": "2.27.5"},
             ("/env/nvidia/nccl/lib/libnccl.so.2",),
             (),
@@ -121,7 +121,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     compiler: (
-        compiler.Facts("g++", "/usr/bin/g++", "", True, ""),
+        compiler.CompilerFacts("g++", "/usr/bin/g++", "", True, ""),
         [
             ({"command": "", "path": ""}, FAIL, "no C++ compiler", "apt install g++"),
             (
@@ -135,7 +135,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     adapter: (
-        adapter.Facts("2.13.0", "torch2.13.0-a", "/cache/torch2.13.0-a/x.so", (), ""),
+        adapter.AdapterFacts("2.13.0", "torch2.13.0-a", "/cache/torch2.13.0-a/x.so", (), ""),
         [
             ({"path": ""}, WARN, "not compiled yet for torch 2.13.0", "deepytorch build"),
             (
@@ -165,7 +165,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     cache: (
-        cache.Facts("/home/me/.cache/deepytorch", "", "/tmp/deepytorch-0", "", 1 << 33),
+        cache.CacheFacts("/home/me/.cache/deepytorch", "", "/tmp/deepytorch-0", "", 1 << 33),
         [
             ({"problem": "/c can't be used"}, WARN, "decisions are lost", "DEEPYTORCH_CACHE"),
             (
@@ -178,7 +178,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     package: (
-        package.Facts("0.1.0", ""),
+        package.PackageFacts("0.1.0", ""),
         [
             (
                 {"theirs": "0.0.0"},
@@ -190,14 +190,14 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     core: (
-        core.Facts("0.1.0", "0.1.0", "avx512", ""),
+        core.CoreFacts("0.1.0", "0.1.0", "avx512", ""),
         [
             ({"error": "GLIBC_2.38 not found"}, FAIL, "GLIBC_2.38", "--force-reinstall"),
             ({"core": "0.0.9"}, FAIL, "of version 0.0.9, deepytorch of 0.1.0", "reinstall"),
         ],
     ),
     frameworks: (
-        frameworks.Facts({"deepspeed": "<0.20,>=0.17"}, {"deepspeed": "0.19.8+cu128"}),
+        frameworks.FrameworkFacts({"deepspeed": "<0.20,>=0.17"}, {"deepspeed": "0.19.8+cu128"}),
         [
             (
                 {"installed": {"deepspeed": "0.14.0"}},
@@ -208,7 +208,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     variables: (
-        variables.Facts({}, ("eth0", "ib0"), True, True, 8, 64, 8),
+        variables.VariableFacts({}, ("eth0", "ib0"), True, True, 8, 64, 8),
         [
             ({"variables": {"DEEPYTORCH_TUNNE": "off"}}, WARN, "did you", "unset DEEPYTORCH_T"),
             ({"variables": {"DEEPYTORCH_TUNE": "of"}}, FAIL, "expected", "unset DEEPYTORCH_TU"),
@@ -294,7 +294,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     interface: (
-        interface.Facts((nic("eth0"),), "eth0", "", False),
+        interface.InterfaceFacts((nic("eth0"),), "eth0", "", False),
         [
             ({"nics": (nic("eth0", is_up=False),)}, FAIL, "eth0 is to carry", "ip link set eth0"),
             (
@@ -313,7 +313,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     mtu: (
-        mtu.Facts((nic("eth0", mtu=9000),), "eth0", (PATH,), ()),
+        mtu.MtuFacts((nic("eth0", mtu=9000),), "eth0", (PATH,), ()),
         [
             (
                 {"paths": (dataclasses.replace(PATH, largest=1500),)},
@@ -349,7 +349,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     link: (
-        link.Facts(WIDE, True, (), 10_000, frozenset(), False, False),
+        link.LinkFacts(WIDE, True, (), 10_000, frozenset(), False, False),
         [
             ({"speed_mbps": 100_000}, WARN, "the adapter has 100 Gbit/s", "iperf3"),
             ({"link": CAPPED}, WARN, "2 Gbit/s a connection", "export NCCL_MIN_NCHANNELS="),
@@ -358,7 +358,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     ranks: (
-        ranks.Facts({"a (rank 0)": {"torch": "2.13.0"}, "b (rank 8)": {"torch": "2.13.0"}}),
+        ranks.RankFacts({"a (rank 0)": {"torch": "2.13.0"}, "b (rank 8)": {"torch": "2.13.0"}}),
         [
             (
                 {"versions": {"a": {"torch": "2.13.0+cu128"}, "b": {"torch": "2.12.1"}}},
@@ -375,7 +375,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     shm: (
-        shm.Facts(16 << 30, 15 << 30, ""),
+        shm.ShmFacts(16 << 30, 15 << 30, ""),
         [
             ({"total_bytes": 64 << 20}, FAIL, "64 MiB", "--shm-size=16g"),
             ({"free_bytes": 100 << 20}, WARN, "100 MiB free", "ls -lS /dev/shm"),
@@ -383,11 +383,11 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     memlock: (
-        memlock.Facts(None, False, 2),
+        memlock.MemlockFacts(None, False, 2),
         [({"limit_bytes": 8 << 20}, FAIL, "only 8 MiB may be locked", "ulimit -l unlimited")],
     ),
     files: (
-        files.Facts(65536, 1 << 20, 8),
+        files.FileFacts(65536, 1 << 20, 8),
         [
             ({"soft": 1024, "world_size": 64}, FAIL, "64 ranks take up to", "ulimit -n 65536"),
             ({"soft": 1024}, WARN, "1024 files", "ulimit -n 65536"),
@@ -395,7 +395,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     container: (
-        container.Facts(8, None, 0.0, 64 << 30, 10 << 30, 0, None),
+        container.ContainerFacts(8, None, 0.0, 64 << 30, 10 << 30, 0, None),
         [
             ({"quota_cpus": 2.5}, WARN, "2.5 CPUs where 8", "export OMP_NUM_THREADS=2"),
             (
@@ -409,7 +409,7 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
         ],
     ),
     data: (
-        data.Facts((data.Loader(100, 20.0, 0.1, 8, True, 2, True),), 16),
+        data.DataFacts((data.Loader(100, 20.0, 0.1, 8, True, 2, True),), 16),
         [
             (
                 {"loaders": (data.Loader(100, 20.0, 5.0, 0, True, None, False),)},
