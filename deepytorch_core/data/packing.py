@@ -130,7 +130,7 @@ class Packing:
         batch, width = self.shape
         row = torch.nn.functional.pad(packed[0], (0, 1))  # padding takes the zero at its end
         if self._places is None or self._places[0] != len(row):
-            tokens = torch.arange(self.num_tokens, device=row.device)
+            tokens = torch.arange(self.num_tokens, dtype=torch.int64, device=row.device)
             places = tokens.new_full((batch * width,), len(row) - 1)
             places = places.index_copy_(0, self.indices, tokens)
             self._places = len(row), places.view(batch, width)[:, :-1].flatten()

@@ -80,12 +80,12 @@ def stepping(trainer: Any) -> Iterator[None]:
 
 def _is_served(trainer: Any) -> bool:
     """Whether it is TRL's own step, alone on a GPU."""
-    known = _known.get(trainer)
-    if known is not None and known.is_over:
-        return False
     compute = getattr(type(trainer), "compute_loss", None)
     is_trls = getattr(compute, "__module__", "") == "trl.trainer.sft_trainer"
     if not is_trls or "compute_loss" in vars(trainer) or not _is_waited_for(trainer):
+        return False
+    known = _known.get(trainer)
+    if known is not None and known.is_over:
         return False
     alone = trainer.accelerator.num_processes == 1 and getattr(trainer, "_tp_size", 1) == 1
     return alone and isinstance(getattr(trainer, "_metrics", None), dict)
