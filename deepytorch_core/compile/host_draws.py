@@ -19,24 +19,25 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deepytorch_core.compile import graphs, module_state
+from deepytorch_core import guard
+from deepytorch_core.compile import graphs
 from deepytorch_core.guard.recorder import NotCapturedError
 
 _LESS = (torch.Tensor.__lt__, torch.Tensor.lt, torch.lt)
 
 
-def count(run: Callable[[], object], state: tuple[Any, ...], numbers: Sequence[Tensor]) -> int:
+def count(run: Callable[[], object], state: guard.HostNumbers, numbers: Sequence[Tensor]) -> int:
     """How many numbers `draw` has to draw in place of a pass that was just run.
 
     Args:
         run: the pass; it is made once more, and eagerly, to see what becomes of the numbers.
-        state: what `module_state.host_random_numbers` was before the pass.
+        state: of the host's generators before the pass.
         numbers: what `guard.random_numbers` was before it; undefined afterwards.
 
     Raises NotCapturedError where the pass may go by what it draws on the host, or draws anything
     but single numbers of torch's own generator.
     """
-    after = module_state.host_random_numbers()
+    after = guard.HostNumbers()
     if after == state:
         return 0
     graphs.rewind(numbers)
@@ -46,7 +47,7 @@ def count(run: Callable[[], object], state: tuple[Any, ...], numbers: Sequence[T
         run()
     graphs.rewind(numbers)
     draw(draws.number)
-    if not draws.are_idle or module_state.host_random_numbers() != after:
+    if not draws.are_idle or guard.HostNumbers() != after:
         raise NotCapturedError("it draws random numbers on the host")
     return draws.number
 

@@ -251,13 +251,6 @@ def own_generator(root: nn.Module) -> str | None:
     return None
 
 
-def host_random_numbers() -> tuple[Any, ...]:
-    """The state of all generators on the host; it differs after one was asked."""
-    numpy = sys.modules.get("numpy")
-    other = numpy.random.get_state() if numpy is not None else ("", [], 0)
-    return bytes(torch.get_rng_state().tolist()), random.getstate(), other[2], bytes(other[1])
-
-
 Attributes = list[tuple[nn.Module, dict[str, Any], dict[str, int]]]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepytorch_core import guard
-from deepytorch_core.compile import graphs, host_draws, module_state
+from deepytorch_core.compile import graphs, host_draws
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.guard.borrowed_grads import copies_of
 from deepytorch_core.guard.recorder import NotCapturedError, Recorder
@@ -283,7 +283,7 @@ class Replay:
         self, given: tuple[Any, Any], numbers: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Run it without graphs; compilers come to an end, and facts are noted."""
-        host = module_state.host_random_numbers()
+        host = guard.HostNumbers()
         inputs = [(one, one._version) for one in self._static]
         leaves, self._spec = self._run(given)
         tensors = _tensors(leaves)
@@ -420,7 +420,7 @@ class Replay:
         return {id(one) for one in alone} if is_large else set()
 
     def _lenders_of(self, lent: set[int]) -> dict[int, Callable[[], Tensor]]:
-        """What lends gradients, by the ids of these."""
+        """Map the ids of gradients to functions that lend them."""
         there = (one for one in self._gradients if one is not None and id(one) in lent)
         return {id(one): self._recorder.lender(one) for one in there}
 

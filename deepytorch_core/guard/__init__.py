@@ -25,6 +25,7 @@ from deepytorch_core.guard.profile import fingerprint
 from deepytorch_core.guard.ranks import Question, RankMissing, Ranks, first_of, slowest
 from deepytorch_core.guard.state import (
     Contents,
+    HostNumbers,
     dropout_off,
     is_transformed,
     no_saved_tensor_hooks,
@@ -51,6 +52,7 @@ __all__ = [
     "Clock",
     "Contents",
     "Decision",
+    "HostNumbers",
     "Question",
     "RankMissing",
     "Ranks",

@@ -65,20 +65,43 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
+class HostNumbers:
+    """The state of the host's generators: torch's, Python's and numpy's. It equals an equal one."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy.random")
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy: Any = None if numpy is None else numpy.get_state()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HostNumbers):
+            return NotImplemented
+        return self._python == other._python and self._bytes() == other._bytes()
+
+    def _bytes(self) -> tuple[Any, ...]:
+        of_numpy = () if self._numpy is None else (self._numpy[1].tobytes(), *self._numpy[2:])
+        return self._torch.numpy().tobytes(), of_numpy
+
+    def put_back(self) -> None:
+        """Let the generators go on from here."""
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Puts every generator back to where it was when this was opened."""
-    python, host = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy.random")
-    of_numpy = numpy.get_state() if numpy is not None else None
+    host = HostNumbers()
     devices = torch.cuda.get_rng_state_all() if _cuda_is_used() else None
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(host)
-        if numpy is not None:
-            numpy.set_state(of_numpy)
+        host.put_back()
         if devices is not None:
             torch.cuda.set_rng_state_all(devices)
 

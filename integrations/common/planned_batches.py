@@ -1,7 +1,6 @@
 """How batches pack, found out before the model gets them.
 
-Whoever loads a batch early has time for it. A plan holds as long as nobody changes the tensors that
-it was made of.
+A loader that loads early has time for it. A plan holds as long as nobody changes its tensors.
 """
 
 from __future__ import annotations

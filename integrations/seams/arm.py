@@ -4,6 +4,8 @@
 the script imports them.
 
 * Accelerate, and transformers' Trainer, which builds an Accelerator: `Accelerator.__init__`.
+* The host's work in each step of a Trainer: `late_figures`, `late_filter`, `known_parts`,
+  `fast_rows`.
 * DeepSpeed: `deepspeed.initialize`, where its configuration has no section of ours.
 * All else that steps an optimizer of torch's: by torch's hook of steps (`plain`). Loops of one's
   own, DistributedDataParallel, FSDP, Lightning, Composer.

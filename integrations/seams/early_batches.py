@@ -8,17 +8,16 @@ and collate function are known to do nothing else; their settings stay stock's.
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import RandomSampler, Subset, TensorDataset, default_collate
 
 from deepytorch.integrations.common import contract
+from deepytorch_core import guard
 from deepytorch_core.base import beside
 from deepytorch_core.base.patching import original_of
 
@@ -58,7 +57,9 @@ def load_next() -> None:
     iterator = _running.last() if _running.last is not None else None
     if iterator is None or _PLACE in vars(iterator) or not _may_load(iterator):
         return
-    vars(iterator)[_PLACE] = _Early(iterator, original_of(type(iterator)._next_data))
+    early = _Early(iterator, original_of(type(iterator)._next_data))
+    vars(iterator)[_PLACE] = early
+    early.plan()
 
 
 def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,19 +80,22 @@ class _Early:
     """
 
     def __init__(self, iterator: Any, load: Callable[[Any], Any]) -> None:
+        before = guard.HostNumbers()
         self._index = iterator._next_index()
         self._is_loaded = True
         self._batch: Any = None
-        before = _numbers()
         try:
             self._batch = _loaded(iterator, load, self._index)
         except Exception:  # it is loaded again, and raises then
             self._is_loaded = False
-        after = _numbers()
+        after = guard.HostNumbers()
         self._drawn = None
-        if _key(before) != _key(after):
+        if before != after:
             self._drawn = before, after
-            _set_numbers(before)
+            before.put_back()
+
+    def plan(self) -> None:
+        """Plan how the batch packs, if somebody packs batches."""
         # Importing it takes seconds, and who plans batches has.
         plans: Any = sys.modules.get("deepytorch.integrations.common.planned_batches")
         if self._is_loaded and plans is not None:
@@ -102,9 +106,9 @@ class _Early:
         is_same = self._is_loaded
         if is_same and self._drawn is not None:
             before, after = self._drawn
-            is_same = _key(_numbers()) == _key(before)
+            is_same = guard.HostNumbers() == before
             if is_same:
-                _set_numbers(after)
+                after.put_back()
         return self._batch if is_same else _loaded(iterator, load, self._index)
 
 
@@ -114,27 +118,6 @@ def _loaded(iterator: Any, load: Callable[[Any], Any], index: Any) -> Any:
         return load(iterator)
     finally:
         del iterator._next_index
-
-
-def _numbers() -> tuple[Any, ...]:
-    """Where the host's generators are."""
-    numpy = sys.modules.get("numpy.random")
-    of_numpy = None if numpy is None else numpy.get_state()
-    return torch.get_rng_state(), random.getstate(), of_numpy
-
-
-def _key(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
-    of_torch, of_python, of_numpy = numbers
-    other = None if of_numpy is None else (of_numpy[1].tobytes(), *of_numpy[2:])
-    return of_torch.numpy().tobytes(), of_python, other
-
-
-def _set_numbers(numbers: tuple[Any, ...]) -> None:
-    of_torch, of_python, of_numpy = numbers
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy.random"].set_state(of_numpy)
 
 
 def _may_load(iterator: Any) -> bool:

@@ -26,6 +26,7 @@ _WHY = "modules and parameters of a model are not looked for in each step"
 _OPTION = "DEEPYTORCH_COMPILE=off"
 # A model that changes more often is gone through as stock does it.
 _MOST_CHANGES = 8
+_MODELS = "transformers.modeling_utils"
 _WALKS = (
     "parameters",
     "named_parameters",
@@ -119,7 +120,7 @@ class _Listed:
 
 
 class _Parts:
-    """What is below a model, itself included.
+    """The modules and parameters of a model, itself included.
 
     Attributes:
         parameters: each once, in torch's order.
@@ -163,9 +164,6 @@ def _is_set_plainly(module: nn.Module) -> bool:
     is_known = train is nn.Module.train or getattr(train, "__module__", "") == _MODELS
     is_plain = kind.__setattr__ is nn.Module.__setattr__ and kind.children is nn.Module.children
     return is_known and is_plain and "train" not in vars(module)
-
-
-_MODELS = "transformers.modeling_utils"
 
 
 def _of(model: Any) -> _Parts | None:

@@ -1,9 +1,10 @@
-"""What TRL's SFTTrainer tells of a step is read once its backward pass is launched.
+"""TRL's figures of a step are read once its backward pass is launched.
 
-Between the forward and the backward pass it adds up labels, their entropy and the tokens that were
-likeliest, and waits for each sum. The GPU has done all its work by then, and waits for the backward
-pass to be launched. Here the sums stay on the GPU until `training_step` ends, and their copies wait
-for nothing that comes after them. The host knows two of them, from how the batch was packed.
+Between the forward and the backward pass its SFTTrainer adds up labels, their entropy and the
+tokens that were likeliest, and waits for each sum. The GPU has done all its work by then, and waits
+for the backward pass to be launched. Here the sums stay on the GPU until `training_step` ends, and
+their copies wait for nothing that comes after them. The host knows two of them, from how the batch
+was packed.
 
 First some steps are watched: whether these are the sums, in this order, and what becomes of them.
 """
@@ -28,7 +29,7 @@ _OPTION = "DEEPYTORCH_COMPILE=off"
 _LABELS, _ENTROPY, _LIKELIEST, _TOKENS = range(4)
 _NUM_SUMS = 4
 _WATCHED_STEPS = 2
-_MOST_STRANGE = 64  # steps that tell nothing, before it is given up
+_MOST_STRANGE = 8  # packed steps with other sums, before it is given up
 _NAMES = {_ENTROPY: "entropy", _LIKELIEST: "mean_token_accuracy"}
 
 
@@ -40,7 +41,7 @@ _running = _Running()
 
 
 class _Known:
-    """What is known of one trainer."""
+    """Knows how the steps of one trainer were."""
 
     def __init__(self) -> None:
         self.num_alike = 0
@@ -150,9 +151,12 @@ class _Step:
                     values[place] = value.number()
 
     def end(self) -> None:
-        """Read what is awaited; or learn from a step that was watched."""
+        """Read what is awaited; or learn from a step that was watched.
+
+        A batch that stayed padded tells nothing: training without padding may begin later.
+        """
         self.read_all()
-        if self._is_late:
+        if self._is_late or not self._num_labels:
             return
         if self._is_alike():
             self._known.num_alike += 1
@@ -162,7 +166,7 @@ class _Step:
     def _is_alike(self) -> bool:
         """Whether the sums are what they are taken for, and the trainer has kept just that."""
         sums, trainer = self._sums, self._trainer
-        if len(sums) != _NUM_SUMS or not self._num_labels or not all(map(_is_number, sums)):
+        if len(sums) != _NUM_SUMS or not all(map(_is_number, sums)):
             return False
         labels = sums[_LABELS]
         if int(labels) != self._num_labels or int(sums[_TOKENS]) != self._num_tokens:

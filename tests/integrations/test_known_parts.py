@@ -56,7 +56,7 @@ def used(model: Any) -> Any:
 
 
 def figures(model: Any) -> list[Any]:
-    """What is returned and left by each function."""
+    """Return all that the functions return and leave."""
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, float(number % 3))
     found: list[Any] = [model.num_parameters(exclude_embeddings=bool(way)) for way in (0, 1)]

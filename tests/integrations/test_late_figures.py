@@ -41,7 +41,7 @@ def _in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was not waited for."""
+    """Collects the numbers that nobody waited for."""
     found: list[Any] = []
 
     class Noted(late_figures.Awaited):
@@ -54,7 +54,7 @@ def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class Logs(TrainerCallback):
-    """What is logged, and what the trainer holds whenever a callback may look."""
+    """Keeps the logs, and the types that the trainer holds whenever a callback may look."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
@@ -138,6 +138,29 @@ def test_what_is_logged_is_stocks_to_the_last_bit(
     assert found.seen == expected.seen
     assert found.kinds == expected.kinds
     assert found.kinds <= {int, float}
+
+
+class Packing(TrainerCallback):
+    """Has batches packed from some step on: a model's first steps show whether they may be."""
+
+    begins = late_figures._MOST_STRANGE + 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == self.begins:
+            assert pack_batches(given["model"], "on")
+
+
+def test_steps_before_batches_are_packed_tell_nothing(tmp_path: Path, awaited: list[Any]) -> None:
+    class Later(trl.SFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(Packing())
+
+        compute_loss = trl.SFTTrainer.compute_loss
+
+    num_steps = Packing.begins + late_figures._WATCHED_STEPS + 3
+    trained(made(), tmp_path, kind=Later, is_packed=False, max_steps=num_steps)
+    assert len(awaited) == 2 * 3
 
 
 class Own(trl.SFTTrainer):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves as leaves
 
+from deepytorch_core import guard
 from deepytorch_core.compile import capture, module_state, seam
 from deepytorch_core.compile.capture import CaptureWatch
 
@@ -146,11 +147,11 @@ def test_compile_puts_attributes_back() -> None:
 
 
 def test_compile_sees_who_asks_for_random_numbers_on_the_host() -> None:
-    before = module_state.host_random_numbers()
-    assert module_state.host_random_numbers() == before
+    before = guard.HostNumbers()
+    assert guard.HostNumbers() == before
     for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
         draw()
-        now = module_state.host_random_numbers()
+        now = guard.HostNumbers()
         assert now != before
         before = now
 

@@ -111,6 +111,15 @@ def test_values_of_tokens_come_back_and_a_loss_that_takes_them_at_padding_is_ref
         model(**batch).scores.exp().mean().backward()
 
 
+def have_same_gradients(*pairs: tuple[Any, Any]) -> None:
+    """Models get the same gradients from the fields of their outputs."""
+    for _, output in pairs:
+        (output.log_probs.sum(dim=1).square().sum() + output.entropy.sum()).backward()
+    (model, _), (stock, _) = pairs
+    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_trls_fused_head_gives_the_log_probabilities_of_the_padded_batch(left: bool) -> None:
     torch.manual_seed(0)
@@ -126,10 +135,7 @@ def test_trls_fused_head_gives_the_log_probabilities_of_the_padded_batch(left: b
     assert set(ours) == set(theirs) == {"loss", "label_mask", *FIELDS}
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, msg=name)
-    for output in (ours, theirs):
-        (output.log_probs.sum(dim=1).square().sum() + output.entropy.sum()).backward()
-    for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-4)
+    have_same_gradients((model, ours), (stock, theirs))
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -156,10 +162,7 @@ def test_a_fused_head_scores_all_positions_of_a_row_where_most_have_a_label(
     assert ours.num_selections == (0 if is_all else theirs.num_selections)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
-    for output in (found, expected):
-        (output.log_probs.sum(dim=1).square().sum() + output.entropy.sum()).backward()
-    for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
+    have_same_gradients((model, found), (stock, expected))
     assert utils._use_triton(torch.device("cpu"))  # other models' heads go as they went
 
 
