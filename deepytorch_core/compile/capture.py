@@ -175,7 +175,7 @@ class Capture:
         self._forward: Callable[..., Any] = self._seam.unreplayed if self._seam else root.forward
         self._replays: dict[Any, Replay | str] = {}  # or why there is none
         self._met: set[Any] = set()
-        self._misses = 0
+        self._misses: dict[Hashable, int] = {}  # in a row, of each variant
         self._num_watched = 0
         self._used: set[int] = set()  # outputs of watched passes that have had gradients
         self._num_failures = 0
@@ -233,7 +233,7 @@ class Capture:
         sizes = sizes_of(self._whole)
         is_whole = self._root is self._whole
         is_early = sizes is not None and (not sizes.are_few or (is_whole and sizes.is_shared))
-        if is_early or not self._is_used() or self._is_pending():
+        if is_early or not self._is_used() or self._is_pending() or self._is_refused():
             return self._launched(args, kwargs)
         if self._num_watched < WATCHED_CALLS:
             return self._watched(args, kwargs)
@@ -256,7 +256,7 @@ class Capture:
             self._miss(str(error))
         if replay is None:
             return self._launched(args, kwargs)
-        self._misses = 0
+        self._misses.pop(key[0], None)
         self.was_replayed = True
         self._recorder.take_turn()
         token = Token(self._note_repeated)
@@ -400,10 +400,18 @@ class Capture:
                 self._give_up(why)
             raise NotCapturedError(why) from error
 
+    def _is_refused(self) -> bool:
+        """Whether passes could not be replayed this way, again and again, but are another way."""
+        return self._misses.get(self._variant(), 0) >= MOST_MISSES
+
     def _miss(self, why: str) -> None:
-        self._misses += 1
+        variant = self._variant()
+        self._misses[variant] = self._misses.get(variant, 0) + 1
         self._last_miss = why
-        if self._misses >= MOST_MISSES:
+        is_another = any(
+            isinstance(one, Replay) and key[0] != variant for key, one in self._replays.items()
+        )
+        if self._is_refused() and not is_another:
             self._give_up(why)
 
     def _give_up(self, why: str) -> None:

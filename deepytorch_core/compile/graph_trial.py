@@ -108,8 +108,16 @@ class GraphTrial:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether that is what was decided."""
-        return self.is_settled and self._on
+        """Whether that is what was decided, and can still be done.
+
+        One rank of several goes on by what all have decided.
+        """
+        return self.is_settled and self._on and not self._has_failed()
+
+    def _has_failed(self) -> bool:
+        """Whether passes can't be replayed any more, where this rank can tell by itself."""
+        failure = None if self._capture is None else self._capture.failure
+        return failure is not None and self._ranks(self._what).size == 1
 
     @property
     def num_captured(self) -> int:
@@ -168,11 +176,7 @@ class GraphTrial:
         measured = self._number - CAPTURING_STEPS
         if self._number == 0:
             self._begin()
-        elif (
-            self._capture is not None
-            and self._capture.failure is not None
-            and self._ranks(self._what).size == 1
-        ):
+        elif self._capture is not None and self._capture.failure is not None and self._has_failed():
             self._fail(self._capture.failure)
         elif turns.is_look(measured):
             self._look(is_last=turns.is_last_look(measured))

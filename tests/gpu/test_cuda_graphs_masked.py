@@ -116,5 +116,5 @@ def test_full_batches_are_replayed_too(make: Any, with_mask: bool) -> None:
     losses = train(model, loaders[1])
     assert found.failure is None
     assert found.has_replays
-    assert found._misses == 0
+    assert not found._misses
     assert losses == pytest.approx(expected, rel=2e-2, abs=2e-2)

@@ -172,7 +172,7 @@ def test_a_mixture_of_experts_is_replayed(family: str, dtype: torch.dtype, is_ca
         assert float((gradient - exactly).norm() / exactly.norm()) < tolerance
     assert found.failure is None, found.failure
     assert found.has_replays, found.problem
-    assert found._misses == 0
+    assert not found._misses
     found.remove()
 
 

@@ -101,6 +101,53 @@ def test_what_cannot_be_replayed_runs_as_before(kind: str) -> None:
     cases.test_what_cannot_be_replayed_runs_as_before(getattr(cases, kind))
 
 
+class Printing(nn.Module):
+    """Prints where `is_loud`, which no graph does."""
+
+    is_loud = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_loud:
+            print("a pass")
+        return torch.tanh(self.inner(x))
+
+
+def test_a_way_that_cannot_be_replayed_leaves_the_other_ones_replays() -> None:
+    model = Printing().train()
+    captured = capture.Capture(model, is_on=lambda: True, variant=lambda: model.is_loud)
+    captured.install()
+
+    def is_replayed(is_loud: bool) -> bool:
+        model.is_loud = is_loud
+        model(torch.randn(2, 4)).sum().backward()
+        model.zero_grad()
+        return captured.was_replayed
+
+    for _ in range(capture.WATCHED_CALLS):
+        is_replayed(False)
+    assert is_replayed(False)
+    assert not any(is_replayed(True) for _ in range(capture.MOST_MISSES + 4))
+    assert captured.failure is None
+    assert is_replayed(False)
+    assert not captured.replays(True)
+    captured.remove()
+
+
+def test_passes_that_can_never_be_replayed_are_given_up() -> None:
+    model = Printing().train()
+    model.is_loud = True
+    captured = capture.Capture(model, is_on=lambda: True, variant=lambda: 0)
+    captured.install()
+    for _ in range(capture.WATCHED_CALLS + capture.MOST_MISSES):
+        model(torch.randn(2, 4)).sum().backward()
+    assert captured.failure == "it prints"
+    captured.remove()
+
+
 hostile = _load("unit/test_compile_hostile")
 
 
