@@ -178,6 +178,7 @@ class Capture:
         self._misses: dict[Hashable, int] = {}  # in a row, of each variant
         self._num_watched = 0
         self._used: set[int] = set()  # outputs of watched passes that have had gradients
+        self._formats: set[torch.dtype] = set()  # that watched passes compute in
         self._num_failures = 0
         self._last_miss = "its passes were not met"
         self._pending: weakref.ref[Token] | None = None
@@ -316,6 +317,7 @@ class Capture:
             result = self._forward(*args, **kwargs)
         if watch.problem is not None:
             self._give_up(watch.problem)
+        self._formats |= watch.formats
         note_used(result, self._used)
         return result
 
@@ -384,7 +386,8 @@ class Capture:
             ):
                 region = self._seam.region if self._seam is not None else None
                 forward = fixes.applied(self._root, region or self._forward)
-                replay = Replay(forward, self._root, call, self._recorder, used=self._used)
+                facts: dict[str, Any] = {"used": self._used, "formats": self._formats}
+                replay = Replay(forward, self._root, call, self._recorder, **facts)
                 if self._states.now() != before:
                     raise NotCapturedError("a pass changes attributes of its modules")
             if said.getvalue():
@@ -463,11 +466,16 @@ class _Attempt:
 
 
 class CaptureWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks for operations that a graph would freeze, or do again where they must not be."""
+    """Looks for operations that a graph would freeze, or do again where they must not be.
+
+    It notes the floating-point formats of results, too: a wrapper of the forward may switch
+    autocast on within, as Accelerate's does.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.problem: str | None = None
+        self.formats: set[torch.dtype] = set()
         self._assignments = _Assignments()
 
     def __enter__(self) -> CaptureWatch:
@@ -481,6 +489,8 @@ class CaptureWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        made = (one for one in tree_leaves((result,)) if isinstance(one, torch.Tensor))
+        self.formats.update(one.dtype for one in made if one.is_floating_point())
         if self.problem is None:
             if "c10d" in func.namespace:
                 self.problem = "it communicates with other ranks"

@@ -106,6 +106,7 @@ class Replay:
         call: the first such call.
         recorder: of all graphs of the module.
         used: outputs that have had gradients, see `note_used`; empty: it is the loss that gets one.
+        formats: of numbers that it computes in. The least exact one says how alike two passes are.
 
     Raises NotCapturedError where the call waits for the GPU, goes by random numbers of the host,
     writes to its inputs, or computes something else when replayed.
@@ -119,9 +120,11 @@ class Replay:
         recorder: Recorder,
         *,
         used: Set[int] = frozenset(),
+        formats: Set[torch.dtype] = frozenset(),
     ) -> None:
         self._forward = forward
         self._used = used
+        self._format = guard.least_exact(formats)
         self._recorder = recorder
         self._kind = recorder.kind
         self._autocast = (
@@ -360,7 +363,7 @@ class Replay:
         found = (outputs, gradients)
         if self._differs(expected, found) is None:
             return
-        # Sums in no fixed order differ from run to run; a wrapper may hide how exact they are.
+        # Sums in no fixed order differ from run to run.
         self._before.put_back()
         tensors = _tensors(self._run(given)[0])
         again = ([one.detach() for one in tensors], self._gradients_of(tensors, self._parameters))
@@ -382,14 +385,13 @@ class Replay:
         looser: float = 1.0,
         negligible: float = 0.0,
     ) -> str | None:
-        dtype = self._autocast[1] if self._autocast[0] else None
         for what, mine, theirs, other in zip(
             ("output", "gradient"), expected, found, again, strict=True
         ):
             problem = guard.difference(
                 mine,
                 theirs,
-                dtype=dtype,
+                dtype=self._format,
                 what=what,
                 sensitivity=other,
                 looser=looser,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from deepytorch_core.base import config, decisions
 from deepytorch_core.guard import profile
-from deepytorch_core.guard.numerics import AMPLIFIED, difference, norm, rounded
+from deepytorch_core.guard.numerics import AMPLIFIED, difference, least_exact, norm, rounded
 from deepytorch_core.guard.profile import fingerprint
 from deepytorch_core.guard.ranks import Question, RankMissing, Ranks, first_of, slowest
 from deepytorch_core.guard.state import (
@@ -69,6 +69,7 @@ __all__ = [
     "is_faster",
     "median",
     "is_transformed",
+    "least_exact",
     "no_saved_tensor_hooks",
     "noise",
     "norm",

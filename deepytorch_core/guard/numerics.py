@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,13 @@ def difference(
         if problem:
             return f"{name}: {problem}"
     return None
+
+
+def least_exact(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Return the floating-point format with the largest tolerance; None: no known one is there."""
+    return max(
+        (one for one in dtypes if one in TOLERANCES), key=TOLERANCES.__getitem__, default=None
+    )
 
 
 def norm(*tensors: torch.Tensor | None) -> float:

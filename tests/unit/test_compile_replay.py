@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,44 @@ def test_a_way_that_cannot_be_replayed_leaves_the_other_ones_replays() -> None:
     assert captured.failure is None
     assert is_replayed(False)
     assert not captured.replays(True)
+    captured.remove()
+
+
+_seeds = itertools.count()
+
+
+class Noisy(nn.Module):
+    """Switches autocast on within; its gradients come with noise, as sums in no order have."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = self.inner(x)
+        found.register_hook(self.with_noise)
+        return found.float()
+
+    def with_noise(self, gradient: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(next(_seeds))
+        factor = torch.randn(gradient.shape, dtype=torch.float32, device="cpu", generator=generator)
+        return (gradient * (1 + self.noise * factor)).to(gradient.dtype)
+
+
+@pytest.mark.parametrize(("noise", "is_replayed"), [(0.003, True), (0.5, False)])
+def test_passes_are_alike_as_far_as_the_format_within_can_tell(
+    noise: float, is_replayed: bool
+) -> None:
+    model = Noisy(noise).train()
+    captured = capture.Capture(model, is_on=lambda: True)
+    captured.install()
+    for _ in range(capture.WATCHED_CALLS + 1):
+        model(torch.randn(64, 8)).sum().backward()
+        model.zero_grad()
+    assert captured.was_replayed == is_replayed, captured.problem
+    assert is_replayed or "given the same twice" in str(captured.problem)
     captured.remove()
 
 
