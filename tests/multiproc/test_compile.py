@@ -17,7 +17,8 @@ from torch import nn
 import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import decisions
-from deepytorch_core.compile import compilation, policies, timeouts
+from deepytorch_core.compile import policies, timeouts
+from deepytorch_core.compile.life import step_count, subject
 from deepytorch_core.compile.policies import Policy, register_policy
 from deepytorch_core.testing import spawn_ranks
 
@@ -170,7 +171,7 @@ class Clock:
 
     def step(self) -> None:
         found = engine.compilation_of(self.model)
-        is_on = found is not None and found._on
+        is_on = found is not None and found.is_on
         self.now += self.compiled_s if is_on else self.eager_s
 
 
@@ -178,21 +179,21 @@ def decide(rank: int, world_size: int) -> list[tuple[str, str]]:
     decisions._made.clear()
     register_policy(Counting)
     register_policy(FailsOnOne)
-    real, automatic = compilation.time, policies.automatic
+    real, automatic = step_count.time, policies.automatic
     found = []
     # Faster on one rank, slower on the other: slower.
     for policy, compiled_s in (("counting", (0.5, 0.6)), ("counting", (0.5, 1.4)), FAILING):
         torch.manual_seed(0)
         model = wrapped(Stack(), "ddp")
         policies.automatic = lambda device, policy=policy: [policies.get(policy)]
-        compilation.time = Clock(model, 1.0, compiled_s[rank])  # type: ignore[assignment]
+        step_count.time = Clock(model, 1.0, compiled_s[rank])  # type: ignore[assignment]
         deepytorch.compile(model)
-        train(model, rank, steps=40, clock=compilation.time, pause_s=0.01)
+        train(model, rank, steps=40, clock=step_count.time, pause_s=0.01)
         decision = decisions.made()[-1]
         found.append((decision["chosen"], decision["reason"]))
         engine.undo_all()
         torch._dynamo.reset()
-    compilation.time, policies.automatic = real, automatic
+    step_count.time, policies.automatic = real, automatic
     return found
 
 
@@ -219,7 +220,7 @@ def leave_early(rank: int, world_size: int) -> list[tuple[str, str]]:
     """Rank 1 trains for five steps, rank 0 on; their models are their own."""
     decisions._made.clear()
     register_policy(Counting)
-    compilation._RANKS_LIMIT_S = 0.3
+    subject.RANKS_LIMIT_S = 0.3
     policies.automatic = lambda device: [policies.get("counting")]
     model = Stack()
     deepytorch.compile(model)
@@ -314,16 +315,16 @@ def compile_late(rank: int, policy: str) -> tuple[Any, ...]:
 
 def measure_fast(model: nn.Module) -> None:
     """Let the profile know that "sleeps" is faster."""
-    real, automatic = compilation.time, policies.automatic
+    real, automatic = step_count.time, policies.automatic
     policies.automatic = lambda device: [policies.get("sleeps")]
-    compilation.time = Clock(model, 1.0, 0.5)  # type: ignore[assignment]
+    step_count.time = Clock(model, 1.0, 0.5)  # type: ignore[assignment]
     Sleeps.is_slow = False
     deepytorch.compile(model)
-    train(model, dist.get_rank(), steps=40, clock=compilation.time, pause_s=0.01)
+    train(model, dist.get_rank(), steps=40, clock=step_count.time, pause_s=0.01)
     assert decisions.made()[-1]["chosen"] == "sleeps", decisions.made()
     engine.undo_all()
     torch._dynamo.reset()
-    compilation.time, policies.automatic = real, automatic
+    step_count.time, policies.automatic = real, automatic
     Sleeps.is_slow = True
 
 

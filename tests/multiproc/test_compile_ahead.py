@@ -490,10 +490,10 @@ def test_helpers_do_not_outlive_a_model_that_is_let_go(monkeypatch: pytest.Monke
     found: Any = engine.compilation_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     number = 0
-    while found._helping is None or not found._helping._helpers._processes:
+    while not (found.is_waiting and found.phase.helping._helpers._processes):
         step(model, optimizer, number)
         number += 1
-    processes = found._helping._helpers._processes
+    processes = found.phase.helping._helpers._processes
     del model, optimizer, found
     gc.collect()
     assert [one.wait(30.0) for one in processes] == [-signal.SIGKILL] * len(processes)

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import decisions
-from deepytorch_core.compile import compilation
+from deepytorch_core.compile.life import step_count
 from deepytorch_core.testing import spawn_ranks
 
 
@@ -28,7 +28,7 @@ class Clock:
 
 def run(rank: int, world_size: int) -> dict[str, Any]:
     """A training of 26 steps, in a process of its own."""
-    compilation.time = clock = Clock()  # type: ignore[assignment]
+    step_count.time = clock = Clock()  # type: ignore[assignment]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 3))
     deepytorch.compile(model)
@@ -40,8 +40,8 @@ def run(rank: int, world_size: int) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        ways.append(found._on)
-        clock.now += 0.5 if found._on else 1.0
+        ways.append(found.is_on)
+        clock.now += 0.5 if found.is_on else 1.0
     made = decisions.made()[-1]
     return {
         "decided": (made["chosen"], made["reason"]),

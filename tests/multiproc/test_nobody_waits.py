@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import deepytorch
 from deepytorch_core.base import decisions
 from deepytorch_core.c10d import activation
-from deepytorch_core.compile import compilation, policies
+from deepytorch_core.compile import policies
+from deepytorch_core.compile.life import subject
 from deepytorch_core.testing import spawn_ranks
 
 LIMIT_S = 50.0
@@ -35,7 +36,7 @@ def switch_on(folder: str) -> None:
     activation.leave_models_alone(False)
     deepytorch.activate(tune="auto", profile=profile, patience="off", log="error")
     policies.automatic = lambda device: [policies.get("aot-eager")]
-    assert compilation._RANKS_LIMIT_S > 2 * LIMIT_S
+    assert subject.RANKS_LIMIT_S > 2 * LIMIT_S
 
 
 def train(net: nn.Module, rank: int, steps: int = STEPS, extra: Any = None) -> list[float]:

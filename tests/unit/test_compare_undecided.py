@@ -16,9 +16,10 @@ from deepytorch_core.base import config
 from deepytorch_core.base.config import Options
 from deepytorch_core.compare import probe
 from deepytorch_core.compare.result import Sample, judge
-from deepytorch_core.compile import ahead, compilation, turns
+from deepytorch_core.compile import ahead, turns
+from deepytorch_core.compile.life import compiled_trial, opening
 
-LAST = compilation.EAGER_STEPS + compilation.COMPILED_STEPS + turns.MOST_STEPS
+LAST = opening.EAGER_STEPS + compiled_trial.COMPILED_STEPS + turns.MOST_STEPS
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.compile import compilation, cost_model, policies, reasons, regions
 from deepytorch_core.compile import region as region_module
+from deepytorch_core.compile.life import step_count
 from deepytorch_core.compile.policies import Policy, register_policy
 
 pytestmark = pytest.mark.usefixtures("own_profile")
@@ -186,8 +187,8 @@ def test_compile_leaves_the_model_what_it_was(capsys: pytest.CaptureFixture[str]
 def of_profile(model: nn.Module) -> Any:
     """Return what the next run will find decided."""
     found = compilation.Compilation(model, "auto", budget_s=1.0, steps=None)
-    found._kept.look_at(found._root, torch.device("cpu"))
-    return found._kept.find(1)
+    found.kept.look_at(found.subject.root, torch.device("cpu"))
+    return found.kept.find(1)
 
 
 def deepytorch_undo(model: nn.Module) -> bool:
@@ -318,7 +319,7 @@ def run_auto(
     register_policy(Counting)
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
     clock = Clock(compiled_s, noise)
-    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(step_count, "time", clock)
     model = make(dropout=0.2)
     engine.compile(model, steps=run_steps, **{"is_patient": False, **more})
     found = engine.compilation_of(model)
@@ -333,8 +334,8 @@ def run_auto(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        ways.append(found._on)
-        clock.step(found._on)
+        ways.append(found.is_on)
+        clock.step(found.is_on)
     return model, ways, losses
 
 

@@ -125,11 +125,11 @@ def test_compile_two_forward_passes_before_a_backward_pass_across_a_switch() -> 
     assert region.failure is None
     for number in range(4):  # as `auto` switches while it measures
         handle = model.register_forward_pre_hook(
-            lambda *_: setattr(compilation, "_on", not compilation._on)
+            lambda *_: setattr(compilation, "is_on", not compilation.is_on)
         )
         compare(model, stock, two_views, number)
         handle.remove()
-        compilation._on = number % 2 == 0
+        compilation.is_on = number % 2 == 0
     assert set(region.told.chosen) == {"aot-eager"}
 
 

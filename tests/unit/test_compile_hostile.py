@@ -16,7 +16,8 @@ from torch import nn
 import deepytorch
 from deepytorch_core import compile as engine
 from deepytorch_core.base import decisions
-from deepytorch_core.compile import compilation, policies
+from deepytorch_core.compile import policies
+from deepytorch_core.compile.life import step_count
 
 pytestmark = pytest.mark.usefixtures("own_profile")
 
@@ -253,7 +254,7 @@ class Clock:
 
     def on_step(self, model: nn.Module, step: int) -> None:
         found = engine.compilation_of(model)
-        self.now += 0.5 if found is not None and found._on else 1.0
+        self.now += 0.5 if found is not None and found.is_on else 1.0
 
 
 HOSTILE = [
@@ -288,7 +289,7 @@ def test_compile_hostile_model_trains_as_eager_until_auto_has_decided_and_after(
     kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("aot-eager")])
-    monkeypatch.setattr(compilation, "time", clock := Clock())
+    monkeypatch.setattr(step_count, "time", clock := Clock())
     decisions._made.clear()
     torch.manual_seed(1)
     model = kind()

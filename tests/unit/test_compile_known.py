@@ -16,7 +16,6 @@ from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.compile import (
     capture,
-    compilation,
     graph_trial,
     kept,
     outcome,
@@ -24,6 +23,7 @@ from deepytorch_core.compile import (
     reasons,
     undecided,
 )
+from deepytorch_core.compile.life import opening
 
 
 def known_model(monkeypatch: pytest.MonkeyPatch, folder: Path, entry: dict[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def test_what_is_known_waits_until_passes_are_what_they_will_be(
         elif found.is_settled and settled_at is None:
             settled_at = number
     assert settled_at is not None
-    assert settled_at <= num_open + compilation.PATIENT_STEPS
+    assert settled_at <= num_open + opening.PATIENT_STEPS
     (decision,) = decisions.made()
     assert (decision["chosen"], decision["reason"]) == (chosen, "from the profile")
     assert bool(found.regions) == (chosen != "eager")

@@ -28,6 +28,7 @@ from deepytorch_core.compile import (
     regions,
     replay,
 )
+from deepytorch_core.compile.life import step_count
 from deepytorch_core.compile.policies import Policy, register_policy
 from emulated_graphs import Emulated
 
@@ -276,7 +277,7 @@ class Clock:
 
     def step(self) -> None:
         found: Any = engine.compilation_of(self.model)
-        trial = found._graph_trial
+        trial = found.phase.graphs
         self.now += self.replayed_s if trial is not None and trial._on else self.launched_s
 
 
@@ -296,7 +297,7 @@ def test_compile_tries_replayed_passes_after_compiling(
     for number in range(2):
         monkeypatch.setattr(decisions, "_made", [])
         clock = Clock(1.0, replayed_s)
-        monkeypatch.setattr(compilation, "time", clock)
+        monkeypatch.setattr(step_count, "time", clock)
         monkeypatch.setattr(graph_trial, "time", clock)
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
@@ -362,7 +363,7 @@ class Ways:
         return self.now
 
     def step(self, found: Any, was_compiled: bool) -> None:
-        trial = found._graph_trial or found._early
+        trial = found.phase.graphs or found.early.trial
         is_replayed = trial is not None and trial._on and not trial.is_paused
         self.gone.append((was_compiled, is_replayed))
         self.now += self.seconds[self.gone[-1]]
@@ -415,7 +416,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     monkeypatch.setattr(regions, "SMALLEST_SHARES", (2, 4))
     monkeypatch.setattr(decisions, "_made", [])
     clock = Ways(dict(zip((LAUNCHED, GRAPHS, COMPILED, BOTH), seconds, strict=True)))
-    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(step_count, "time", clock)
     monkeypatch.setattr(graph_trial, "time", clock)
     torch.manual_seed(0)
     model = Net()
@@ -442,7 +443,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     assert set(waited) == {waits}
     assert len(waited) == 10
     assert found.is_settled
-    assert found._early is None
+    assert found.early.trial is None
     assert set(clock.gone[-20:]) == {chosen}
     made = {one["what"]: one["chosen"] for one in decisions.made()}
     assert len(decisions.made()) == 2  # what was only for the meantime is no decision
@@ -456,7 +457,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     assert phases["taking over what helpers have compiled"].steps == (2 if is_in_parts else 1)
     for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine, other)
-    entry: Any = guard.profile.find(found._kept._key(1))
+    entry: Any = guard.profile.find(found.kept._key(1))
     assert not chosen[0] or entry["was_helped"]
     engine.undo(model)
     assert not [one for one in model.modules() if "_compiled_call_impl" in vars(one)]
@@ -475,7 +476,7 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
     monkeypatch.setattr(decisions, "_made", [])
     # A compiled pass that passes for a replayed one is launched as well.
     clock = Ways({LAUNCHED: 1.0, GRAPHS: 0.5, COMPILED: 0.4, BOTH: 0.4})
-    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(step_count, "time", clock)
     monkeypatch.setattr(graph_trial, "time", clock)
     model = Net()
     deepytorch.compile(model)
@@ -483,7 +484,7 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
     captured = capture.Capture._captured
 
     def without_compiled(self: capture.Capture, call: Any) -> Any:
-        if found._on:
+        if found.is_on:
             raise capture.NotCapturedError("there is no memory left")
         return captured(self, call)
 
@@ -532,7 +533,7 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
     monkeypatch.setattr(config, "_current", options)
     monkeypatch.setattr(decisions, "_made", [])
     clock = Clock(1.0, 2.0)
-    monkeypatch.setattr(compilation, "time", clock)
+    monkeypatch.setattr(step_count, "time", clock)
     monkeypatch.setattr(graph_trial, "time", clock)
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -561,14 +562,14 @@ def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(config, "_current", Options(cuda_graphs="off", log="error"))
     model = nn.Linear(2, 2)
     found = compilation.Compilation(model, "auto", budget_s=1.0, steps=None)
-    assert not found._may_capture()
+    assert not found.subject.may_capture()
     monkeypatch.setattr(config, "_current", Options(log="error"))
-    assert found._may_capture()
+    assert found.subject.may_capture()
     cpu, names = torch.device("cpu"), ("inductor", "cuda-graphs")
     named = {one: graph_trial.is_wanted(one, cpu, steps=None) for one in names}
     assert named == {"inductor": True, "cuda-graphs": False}  # which has graphs of its own
     short = compilation.Compilation(model, "auto", budget_s=1.0, steps=50)
-    assert not short._may_capture()
+    assert not short.subject.may_capture()
 
 
 def test_compile_replays_nothing_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from deepytorch_core import compile as engine
 from deepytorch_core import guard
 from deepytorch_core.base import decisions
 from deepytorch_core.compile import compilation, policies
+from deepytorch_core.compile.life import step_count
 from deepytorch_core.compile.policies import Policy, register_policy
 
 pytestmark = pytest.mark.usefixtures("own_profile")
@@ -89,7 +90,7 @@ def train_auto(monkeypatch: pytest.MonkeyPatch, model: nn.Module, policy: type[P
     """With one candidate, and steps that take equally long with and without it."""
     register_policy(policy)
     monkeypatch.setattr(policies, "automatic", lambda device: [policies.get(policy.name)])
-    monkeypatch.setattr(compilation, "time", EvenClock())
+    monkeypatch.setattr(step_count, "time", EvenClock())
     engine.compile(model, is_patient=False)
     train(model, steps=70)
     assert decisions.made()[-1]["chosen"] == "eager"
@@ -98,8 +99,8 @@ def train_auto(monkeypatch: pytest.MonkeyPatch, model: nn.Module, policy: type[P
 def known(model: nn.Module, policy: str = "auto") -> Any:
     """Return what the next run would take for decided."""
     found = compilation.Compilation(model, policy, budget_s=1.0, steps=None)
-    found._kept.look_at(found._root, torch.device("cpu"))
-    return found._kept.find(1)
+    found.kept.look_at(found.subject.root, torch.device("cpu"))
+    return found.kept.find(1)
 
 
 @pytest.mark.parametrize(("made", "text"), [(Prints, "print("), (Waits, ".item()")])

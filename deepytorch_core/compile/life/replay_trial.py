@@ -1,0 +1,80 @@
+"""The phase in which steps that launch and steps that replay CUDA graphs take turns.
+
+It ends with the verdict of its `GraphTrial`. That of compiled code was spoken before, or follows
+from this one: if launches take the time, savings on the GPU show only when steps are replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deepytorch_core.compile import outcome, reasons, turns
+from deepytorch_core.compile.graph_trial import GraphTrial
+from deepytorch_core.compile.life.decided import Decided
+from deepytorch_core.compile.life.phase import CompilationPhase
+from deepytorch_core.compile.life.state import CompilationState
+from deepytorch_core.compile.policies import EAGER
+
+
+@dataclass(frozen=True)
+class OpenVerdict:
+    """A verdict on compiled code that replays may turn round.
+
+    Attributes:
+        reason: why eager steps stay, if they don't.
+        times_ms: of eager and compiled steps.
+    """
+
+    reason: str
+    times_ms: Mapping[str, float]
+
+
+class ReplayTrial(CompilationPhase):
+    """Finds out for good whether passes are faster replayed.
+
+    Args:
+        state: the model's state.
+        graphs: the trial.
+        verdict: on compiled code, if that is open. Replayed steps are the compiled ones then.
+    """
+
+    graphs: GraphTrial
+
+    def __init__(
+        self, state: CompilationState, graphs: GraphTrial, verdict: OpenVerdict | None = None
+    ) -> None:
+        super().__init__()
+        self.graphs = graphs
+        self._state = state
+        self._verdict = verdict
+
+    @property
+    def name(self) -> str:
+        """The one purpose."""
+        return "trial of CUDA graphs"
+
+    @property
+    def last_step(self) -> int:
+        """Steps are not counted here: this much is left at most."""
+        return self._state.steps.number + 2 * turns.MOST_STEPS
+
+    def on_step(self) -> None:
+        """Go on with the trial, or end with its verdict."""
+        self.graphs.on_forward(self._state.steps.is_whole)
+        if not self.graphs.is_settled:
+            return
+        if self._verdict is not None:
+            self._conclude(self._verdict, self.graphs.is_replayed)
+        self.successor = Decided(self.graphs)
+
+    def switch(self, is_replayed: bool) -> None:
+        """Have replayed steps compiled and launched ones eager, if that is what is compared."""
+        if self._verdict is not None:
+            self._state.is_on = is_replayed
+
+    def _conclude(self, verdict: OpenVerdict, is_replayed: bool) -> None:
+        state = self._state
+        chosen = outcome.chosen(state.regions, state.subject.policy) if is_replayed else EAGER
+        reason = reasons.WHEN_REPLAYED if is_replayed else verdict.reason
+        state.conclude(chosen, reason, verdict.times_ms)
