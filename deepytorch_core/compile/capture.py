@@ -417,18 +417,15 @@ class Capture:
         if self._is_refused() and not is_another:
             self._give_up(why)
         elif self._is_refused():
-            say(f"{self._name}: passes of one way are launched: {why}", level="debug")
+            name = type(self._root).__name__
+            say(f"CUDA graphs of {name}: passes of one way are launched: {why}", level="debug")
 
     def _give_up(self, why: str) -> None:
         if self.failure is None:
             self.failure = why
             self._states.forget()
-            level = "debug" if self._is_quiet else "warning"
-            say(f"{self._name}: its passes are launched as before: {why}", level=level)
-
-    @property
-    def _name(self) -> str:
-        return f"CUDA graphs of {type(self._root).__name__}"
+            name, level = type(self._root).__name__, "debug" if self._is_quiet else "warning"
+            say(f"CUDA graphs of {name}: its passes are launched as before: {why}", level=level)
 
 
 class _Attempt:
