@@ -60,9 +60,19 @@ def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] 
         **_losses(runs, verdicts),
         **_switched_on(runs),
         "baseline": STOCK,
-        "remarks": list(remarks),
+        "remarks": [*remarks, *_tried(runs)],
         **provenance(),
     }
+
+
+def _tried(runs: Mapping[str, Sequence[Sample]]) -> list[str]:
+    """Name what our runs were too short for: their last steps are not those of a longer run."""
+    return [
+        f"{ARMS[name]}: {one['what']} was still being tried at the end"
+        for name in ("ours", "second")
+        for one in runs[name][0].undecided
+        if one["is_begun"]
+    ]
 
 
 def _speedup(prefix: str, stock_s: Sequence[float], our_s: Sequence[float]) -> Record:
@@ -129,6 +139,8 @@ def line(record: Record) -> str:
     gain = f"{record['speedup']:.2f}x ({low:.2f}-{high:.2f}), again {record['second_speedup']:.2f}x"
     if not is_steady(record):
         gain = f"{gain}, not steady yet (raise --seconds)"
+    elif any("still being tried" in one for one in record["remarks"]):
+        gain = f"{gain}, still being tried (raise --seconds)"
     return (
         f"{record['script']:<28} {record['stock_ms'][1]:>9.2f} ms stock "
         f"{record['ours_ms'][1]:>9.2f} ours {record['second_ms'][1]:>9.2f} again: "

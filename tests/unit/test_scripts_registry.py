@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import string
@@ -225,3 +226,15 @@ def test_steps_that_are_not_steady_are_told() -> None:
     assert "not steady yet (raise --seconds)" in line(record)
     assert "steady after 1.5 s, again more than the run" in line(record)
     assert "no speed-up is claimed" in summary([record])
+
+
+def test_what_a_run_was_too_short_for_is_told() -> None:
+    begun = {"what": "compile of Net", "is_begun": True, "after_steps": 900}
+    waiting = {"what": "compile of Part", "is_begun": False, "after_steps": 900}
+    stock, first, second = (run(arm, [0.1], LOSSES) for arm in (STOCK, FIRST, SECOND))
+    second = dataclasses.replace(second, undecided=(begun, waiting))
+    record = record_of(ORIGIN, [stock, first, second])
+    assert record["remarks"] == [
+        "deepytorch, again: compile of Net was still being tried at the end"
+    ]
+    assert "still being tried (raise --seconds)" in line(record)
