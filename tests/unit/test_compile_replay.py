@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
-import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from deepytorch_core.compile import (
     policies,
     regions,
     replay,
+    undecided,
 )
 from deepytorch_core.compile.life import step_count
 from deepytorch_core.compile.policies import Policy, register_policy
@@ -101,91 +101,6 @@ def emulated(
 @pytest.mark.parametrize("kind", ["Counts", "Keeps", "DrawsOnTheHost", "WritesToItsInput"])
 def test_what_cannot_be_replayed_runs_as_before(kind: str) -> None:
     cases.test_what_cannot_be_replayed_runs_as_before(getattr(cases, kind))
-
-
-class Printing(nn.Module):
-    """Prints where `is_loud`, which no graph does."""
-
-    is_loud = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_loud:
-            print("a pass")
-        return torch.tanh(self.inner(x))
-
-
-def test_a_way_that_cannot_be_replayed_leaves_the_other_ones_replays() -> None:
-    model = Printing().train()
-    captured = capture.Capture(model, is_on=lambda: True, variant=lambda: model.is_loud)
-    captured.install()
-
-    def is_replayed(is_loud: bool) -> bool:
-        model.is_loud = is_loud
-        model(torch.randn(2, 4)).sum().backward()
-        model.zero_grad()
-        return captured.was_replayed
-
-    for _ in range(capture.WATCHED_CALLS):
-        is_replayed(False)
-    assert is_replayed(False)
-    assert not any(is_replayed(True) for _ in range(capture.MOST_MISSES + 4))
-    assert captured.failure is None
-    assert is_replayed(False)
-    assert not captured.replays(True)
-    captured.remove()
-
-
-_seeds = itertools.count()
-
-
-class Noisy(nn.Module):
-    """Switches autocast on within; its gradients come with noise, as sums in no order have."""
-
-    def __init__(self, noise: float) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            found = self.inner(x)
-        found.register_hook(self.with_noise)
-        return found.float()
-
-    def with_noise(self, gradient: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(next(_seeds))
-        factor = torch.randn(gradient.shape, dtype=torch.float32, device="cpu", generator=generator)
-        return (gradient * (1 + self.noise * factor)).to(gradient.dtype)
-
-
-@pytest.mark.parametrize(("noise", "is_replayed"), [(0.003, True), (0.5, False)])
-def test_passes_are_alike_as_far_as_the_format_within_can_tell(
-    noise: float, is_replayed: bool
-) -> None:
-    model = Noisy(noise).train()
-    captured = capture.Capture(model, is_on=lambda: True)
-    captured.install()
-    for _ in range(capture.WATCHED_CALLS + 1):
-        model(torch.randn(64, 8)).sum().backward()
-        model.zero_grad()
-    assert captured.was_replayed == is_replayed, captured.problem
-    assert is_replayed or "given the same twice" in str(captured.problem)
-    captured.remove()
-
-
-def test_passes_that_can_never_be_replayed_are_given_up() -> None:
-    model = Printing().train()
-    model.is_loud = True
-    captured = capture.Capture(model, is_on=lambda: True, variant=lambda: 0)
-    captured.install()
-    for _ in range(capture.WATCHED_CALLS + capture.MOST_MISSES):
-        model(torch.randn(2, 4)).sum().backward()
-    assert captured.failure == "it prints"
-    captured.remove()
 
 
 hostile = _load("unit/test_compile_hostile")
@@ -462,6 +377,32 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     engine.undo(model)
     assert not [one for one in model.modules() if "_compiled_call_impl" in vars(one)]
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("counting")
+@pytest.mark.parametrize("is_uniform", [True, False])
+def test_passes_of_one_size_are_replayed_before_all_is_known_of_the_model(
+    is_uniform: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "automatic", lambda device: [policies.get("counting")])
+    monkeypatch.setattr(graph_trial, "Recorder", Emulated)
+    monkeypatch.setattr(ahead, "may_help", lambda root, device, num_ranks: True)
+    clock = Ways({LAUNCHED: 1.0, GRAPHS: 0.5, COMPILED: 0.4, BOTH: 0.4})
+    monkeypatch.setattr(step_count, "time", clock)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    model = Net()
+    undecided.register(model, lambda: True)
+    found: Any = engine.compile(model, steps=None, is_patient=True) and engine.compilation_of(model)
+    for number in range(100):
+        rows = 4 if is_uniform else 4 + number % 3
+        model(torch.randn(rows, 8)).square().mean().backward()
+        clock.step(found, False)
+        model.zero_grad()
+    assert found.early.is_replayed == is_uniform
+    assert not found.regions  # code would be made in vain
+    assert not found.is_settled
+    undecided.register(model, None)
+    engine.undo(model)
 
 
 @pytest.mark.usefixtures("counting")

@@ -25,6 +25,8 @@ EAGER_STEPS = 3
 SIZES_STEPS = 36
 # Steps after which it is asked again whether the time has come.
 PATIENT_STEPS = 4
+# Steps whose batches have to be of one size, before replays of them are tried that may change yet.
+UNIFORM_STEPS = 8
 # Steps after which it is not waited any more for what is found out about the model.
 MOST_WAITING = 2000
 
@@ -119,7 +121,8 @@ class Opening(AskingPhase):
         step_s, lasted_s = state.steps.pace()
         is_helped = self._outlook.is_helped(subject.root, lasted_s, subject.may_help)
         is_open = self._is_unknown()
-        facts = is_open, capture.sizes_of(subject.root) is not None, self._is_early_open
+        has_sizes = capture.sizes_of(subject.root) is not None
+        facts = is_open, has_sizes, self._is_early_open, not has_sizes and self._is_uniform
         own = (step_s, lasted_s, is_helped, *facts)
         self._ask(f"pace {state.steps.number}", own, self._set_pace)
 
@@ -135,6 +138,11 @@ class Opening(AskingPhase):
         return sizes is not None and not sizes.are_few
 
     @property
+    def _is_uniform(self) -> bool:
+        steps = self._state.steps
+        return steps.number >= UNIFORM_STEPS and steps.is_uniform
+
+    @property
     def _is_early_open(self) -> bool:
         """Whether it is still to be found out if eager passes are faster replayed."""
         early = self._state.early
@@ -142,13 +150,16 @@ class Opening(AskingPhase):
 
     def _set_pace(self, answers: list[Any]) -> None:
         """Go on once the run has lasted long enough, and its passes are what they will be."""
-        steps_s, lasted_s, are_helped, are_open, are_few, are_tried = zip(*answers, strict=True)
+        steps_s, lasted_s, are_helped, are_open, *more = zip(*answers, strict=True)
+        are_few, are_tried, are_uniform = more
         state, is_patient = self._state, self._state.subject.is_patient
         is_helped = all(are_helped)
         least_s = self._outlook.least_run_s(state.subject.root, is_helped=is_helped)
         self._num_settling = SIZES_STEPS if is_patient and any(are_few) else 0
         if any(are_open):
             self._first += PATIENT_STEPS
+            if all(are_uniform):
+                state.begin_early()  # a helper may take long, and rows without padding stay whole
         elif is_patient and not is_helped:
             self.successor = ending.finish(state, EAGER, reasons.HELD_UP)
         elif is_patient and (min(lasted_s) < least_s or any(are_tried)):

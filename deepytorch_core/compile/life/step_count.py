@@ -16,6 +16,7 @@ class StepCount:
         number: of the step, from 0; -1 before the first.
         is_whole: whether nothing but its forward pass has run since the step began.
         tokens: the size of its batch.
+        is_uniform: whether all batches so far were of one size.
         run_length: how long the run lasts, as far as is known.
     """
 
@@ -23,6 +24,7 @@ class StepCount:
         self.number = -1
         self.is_whole = True
         self.tokens = 1
+        self.is_uniform = True
         self.run_length = cost_model.RunLength()
         self._began = time.perf_counter()
         self._num_made = 0
@@ -35,7 +37,9 @@ class StepCount:
 
     def receive(self, args: Any, kwargs: Any) -> None:
         """The forward pass of the step that begins gets these arguments."""
+        before = self.tokens
         self.tokens, self.is_whole = turns.tokens_in(args, kwargs), True
+        self.is_uniform &= self.number <= 0 or self.tokens == before
 
     def seconds(self, num_made: int) -> float:
         """Seconds of the step that is over; infinite where they say nothing of a usual one.
