@@ -1,10 +1,11 @@
 """Micro-batches of one optimizer step share passes of the model's trunk.
 
-A Trainer that accumulates gradients fetches all micro-batches of a step before it runs the first.
-Packed, they are one row of tokens, on which the trunk below a language model's head runs once. Each
-micro-batch's own pass gets its part of the result. Its head, loss, metrics and backward pass stay
-its own, and end at that part. The last backward pass brings the gradients of all parts to the
-trunk, so DistributedDataParallel adds up what it would have added up.
+A Trainer that accumulates gradients fetches all micro-batches of a step before it runs the first,
+and so does Accelerate's loader where it is asked to (`accumulated_batches`). Packed, they are one
+row of tokens, on which the trunk below a language model's head runs once. Each micro-batch's own
+pass gets its part of the result. Its head, loss, metrics and backward pass stay its own, and end at
+that part. The last backward pass brings the gradients of all parts to the trunk, so
+DistributedDataParallel adds up what it would have added up.
 
 First it is watched whether each micro-batch calls the model once, with the tensors that the loader
 has made. A pass that was not expected later on, or that asks its trunk for something else, runs as
@@ -70,11 +71,15 @@ class Packer(Protocol):
         ...
 
 
-def expect(trainer: Any, forward: Packer | None, batches: Sequence[Any]) -> None:
-    """Have a transformers Trainer's next micro-batches share passes, where that is the same.
+def expect(
+    forward: Packer | None, batches: Sequence[Any], why_not: Callable[[], str | None]
+) -> None:
+    """Have the next micro-batches share passes, where that is the same.
 
     Args:
-        forward: packs the batches of the Trainer's model; None: nothing does.
+        forward: packs the batches of the model; None: nothing does.
+        batches: all of a step.
+        why_not: says why those of this loop keep passes of their own, if they do.
     """
     if forward is None or len(batches) < 2:
         return
@@ -82,7 +87,7 @@ def expect(trainer: Any, forward: Packer | None, batches: Sequence[Any]) -> None
         budget = _budget(forward.model)
         if budget is None:
             return
-        reason = _why_not(trainer, forward)
+        reason = why_not() or _why_not_trunk(forward.model)
         forward.is_apart = reason is not None
         name = type(forward.model).__name__
         if reason is not None or budget.tokens:
@@ -106,21 +111,29 @@ def _budget(model: Any) -> Fixed | None:
     return Measured(device) if asked == "auto" and device.type == "cuda" else None
 
 
-def _why_not(trainer: Any, forward: Packer) -> str | None:
-    """Why micro-batches of this Trainer keep passes of their own."""
+def why_not_in(accelerator: Any) -> str | None:
+    """Why micro-batches keep passes of their own under this Accelerator."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind not in _ALONE_OR_DDP:
+        return f"{kind} has passes of its own"
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        return "gradients are added up over ranks for each micro-batch"
+    return None
+
+
+def why_not_of(trainer: Any) -> str | None:
+    """Why micro-batches of this transformers Trainer keep passes of their own."""
     step = type(trainer).training_step
     if step.__module__ not in _STEPS:
         return f"its training step is that of {step.__module__}"
-    kind = str(trainer.accelerator.distributed_type).rpartition(".")[2]
-    if kind not in _ALONE_OR_DDP:
-        return f"{kind} has passes of its own"
-    if trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
-        return "gradients are added up over ranks for each micro-batch"
+    problem = why_not_in(trainer.accelerator)
+    if problem is not None:
+        return problem
     for callback in trainer.callback_handler.callbacks:
         function = type(callback).on_substep_end
         if function.__module__.partition(".")[0] not in ("transformers", "trl", "deepytorch"):
             return f"{type(callback).__name__} looks on between micro-batches"
-    return _why_not_trunk(forward.model)
+    return None
 
 
 def _why_not_trunk(model: Any) -> str | None:
@@ -188,7 +201,7 @@ class MergedPasses:
         budget, had_times = self._budget, self._budget.times_ms is not None
         budget.note(step)
         if budget.problem is not None:
-            self._stop(f"{self._name}: {budget.problem}", budget.times_ms)
+            self.stop(f"{self._name}: {budget.problem}", budget.times_ms)
         elif budget.times_ms is not None and not had_times:
             why = f"{self._name}: {budget.tokens} tokens of a pass, in which a thousand take"
             decisions.record(WHAT, "merged", why, times_ms=budget.times_ms)
@@ -282,7 +295,7 @@ class MergedPasses:
                 return call(*args, **kwargs)
             self.num_shared += problem is None
         if problem is not None:
-            self._stop(problem)
+            self.stop(problem)
             return call(*args, **kwargs)
         return group.part()
 
@@ -301,7 +314,8 @@ class MergedPasses:
             level="warning",
         )
 
-    def _stop(self, problem: str, times_ms: dict[str, float] | None = None) -> None:
+    def stop(self, problem: str, times_ms: dict[str, float] | None = None) -> None:
+        """Let micro-batches have passes of their own from now on, this one's rest included."""
         decisions.record(WHAT, "apart", problem, times_ms=times_ms)
         self.is_over = True
         self._abandon()

@@ -167,6 +167,10 @@ def _set_policies(
     if is_packed:
         packed = _preparing_packed(options.padding_free, adapter, changes)
         changes.around(accelerator, "prepare", packed)
+        if isinstance(options.tokens_per_step, int):
+            from . import accumulated_batches  # it imports the compiler
+
+            accumulated_batches.install(accelerator, changes)
     is_swapped = options.kernels != "off"
     if is_swapped:  # outermost: kernels go in before anything wraps the model
         swapped = functools.partial(kernels.prepare, options, changes)

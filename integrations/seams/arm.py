@@ -215,7 +215,8 @@ def _gathering(original: _Function) -> _Function:
             from deepytorch.integrations.padding_free import apply as padding_free
             from deepytorch.integrations.padding_free import merged_passes
 
-            merged_passes.expect(trainer, padding_free.forward_of(trainer.model), found[0])
+            forward = padding_free.forward_of(trainer.model)
+            merged_passes.expect(forward, found[0], lambda: merged_passes.why_not_of(trainer))
         return found
 
     return get_batch_samples

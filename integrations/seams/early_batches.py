@@ -127,24 +127,33 @@ def _may_load(iterator: Any) -> bool:
         return False
     known: bool | None = vars(iterator).get(f"{_PLACE}_known")
     if known is None:
-        known = (
-            _is_known_sampler(sampler)
-            and _is_known_data(iterator._dataset)
-            and _is_known_collate(iterator._collate_fn)
-        )
+        known = keep_to_themselves(sampler, iterator._dataset, iterator._collate_fn)
         vars(iterator)[f"{_PLACE}_known"] = known
     return known
 
 
-def _is_known_sampler(sampler: Any) -> bool:
+def keep_to_themselves(sampler: Any, data: Any, collate: Any, *, may_share: bool = False) -> bool:
+    """Whether a loader of these does nothing but load, so that nobody can tell when it does.
+
+    `may_share`: whether its sampler may draw from a generator that is not its own. It does so as it
+    begins, and once more when it has no samples left.
+    """
+    return (
+        _is_known_sampler(sampler, may_share)
+        and _is_known_data(data)
+        and _is_known_collate(collate)
+    )
+
+
+def _is_known_sampler(sampler: Any, may_share: bool) -> bool:
     if type(sampler).__module__ not in _SAMPLERS:
         return False
     if isinstance(sampler, RandomSampler):
         # One that is given a generator shares it, but for Accelerate's, which makes its own.
         is_own = sampler.generator is None or type(sampler).__name__ == "SeedableRandomSampler"
-        return is_own and not sampler.replacement
+        return (is_own or may_share) and not sampler.replacement
     inner = [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
-    return all(one is None or _is_known_sampler(one) for one in inner)
+    return all(one is None or _is_known_sampler(one, may_share) for one in inner)
 
 
 def _is_known_data(data: Any) -> bool:

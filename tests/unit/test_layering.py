@@ -62,6 +62,7 @@ SHARED_FRAMEWORKS = {
     "common/moved_batches": {"accelerate"},
     "padding_free/packed_attention": {"transformers"},
     "padding_free/packing_probe": {"transformers"},
+    "seams/accumulated_batches": {"accelerate"},
     "seams/deepspeed_engine": {"deepspeed"},
     "seams/side_copies": {"accelerate"},
 }
