@@ -7,6 +7,7 @@
 #include "algorithms/block_sizes.hpp"
 #include "base/env.hpp"
 #include "base/log.hpp"
+#include "comm/connect_transports.hpp"
 #include "comm/fabric.hpp"
 #include "comm/invitations.hpp"
 #include "comm/measure.hpp"
@@ -19,10 +20,6 @@ namespace {
 // How long destroying a group waits for operations that nobody waited for.
 constexpr std::chrono::milliseconds kDestroyGrace{5000};
 
-// From here on ranks that share cores sleep instead of yielding.
-constexpr size_t kLongMessage = 8 << 20;
-// Between nodes from here on waits are too long to spin through.
-constexpr size_t kLongBetweenNodes = 64 << 10;
 // Every node's header must fit into the smallest slot.
 constexpr int kMostNodes = 96;
 
@@ -36,16 +33,6 @@ size_t bytes_to_choose_by(const Operation& operation, int size) {
   return most;
 }
 
-std::function<std::string(const std::string&)> explain_by(const dpt_comm_options& options) {
-  if (options.explain == nullptr) return nullptr;
-  return
-      [explain = options.explain, context = options.explain_context](const std::string& failure) {
-        std::vector<char> sentence(4096);
-        explain(context, failure.c_str(), sentence.data(), sentence.size());
-        return std::string(sentence.data());
-      };
-}
-
 bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
 
 }  // namespace
@@ -53,60 +40,38 @@ bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == 
 Communicator::Communicator(const dpt_comm_options& options,
                            std::unique_ptr<Store> store,
                            const dpt_delegate& delegate)
-    : group_name_(options.group_name),
-      rank_(options.rank),
-      global_ranks_(options.global_ranks, options.global_ranks + options.size),
-      native_(options.native != 0),
-      staging_bytes_(options.staging_bytes),
-      raise_errors_(options.raise_errors != 0),
-      explain_(explain_by(options)),
-      forces_tuning_(options.tune == DPT_TUNE_FORCE),
-      store_(std::move(store)),
-      delegate_(delegate),
-      statistics_(make_group_statistics(group_name_)),
-      record_group_(FlightRecord::instance().open_group(group_name_, global_ranks_)),
+    : store_(std::move(store)),
+      facts_(options, delegate),
+      state_(facts_),
+      transports_(state_.transports()),
       tuning_(options, delegate),
       device_tuning_(options, delegate) {
-  if (options.rank < 0 || options.rank >= options.size) {
-    throw Error(DPT_ERR_INVALID,
-                "group " + group_name_ + ": rank " + std::to_string(options.rank) +
-                    " is not one of its " + std::to_string(options.size) + " ranks");
-  }
-  if (options.interrupted != nullptr) {
-    interrupted_ = [function = options.interrupted, context = options.interrupted_context] {
-      return function(context) != 0;
-    };
-  }
   Fabric::instance();  // from here on a fork() is noticed
-  if (native_ && options.size > 1) {
+  if (facts_.native && options.size > 1) {
     invitation_ = Invitations::instance().open(
         [this](const std::string& inviter) {
           join_in_background(kInvitedLimit, std::make_shared<LentStore>(inviter, *store_));
         },
         *store_);
-    store_->set(std::string(kProcessKey) + std::to_string(rank_), own_word());
+    store_->set(std::string(kProcessKey) + std::to_string(facts_.rank), own_word());
   }
 }
 
 Communicator::~Communicator() {
   if (!invitation_.empty()) Invitations::instance().close(invitation_);
   if (messages_ && !messages_->drain(kDestroyGrace)) {
-    abort("group " + group_name_ + " was destroyed on rank " +
-          std::to_string(global_ranks_[rank_]) + " with a send or receive under way");
+    abort("group " + facts_.name + " was destroyed on rank " +
+          std::to_string(facts_.global_rank()) + " with a send or receive under way");
   }
   messages_.reset();
   if (!progress_.drain(kDestroyGrace)) {
-    abort("group " + group_name_ + " was destroyed on rank " +
-          std::to_string(global_ranks_[rank_]) + " with an operation under way");
+    abort("group " + facts_.name + " was destroyed on rank " +
+          std::to_string(facts_.global_rank()) + " with an operation under way");
     progress_.drain(kDestroyGrace);
   }
-  FlightRecord::instance().close_group(record_group_);
+  FlightRecord::instance().close_group(facts_.record_group);
   leave_devices();
-  nodes_.reset();
-  if (segment_) {
-    segment_->leave();
-    Fabric::instance().detach(segment_.get());
-  }
+  state_.leave();
 }
 
 dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void* done_context) {
@@ -130,10 +95,6 @@ dpt_outcome Communicator::submit(const dpt_request& request, dpt_done done, void
   return outcome;
 }
 
-uint64_t Communicator::record(const dpt_request& request) const {
-  return FlightRecord::instance().begin(record_group_, request);
-}
-
 dpt_outcome Communicator::route(const dpt_request& request,
                                 dpt_done done,
                                 void* done_context,
@@ -142,10 +103,10 @@ dpt_outcome Communicator::route(const dpt_request& request,
     return submit_message(request, done, done_context, recorded);
   }
   if (request.on_device != 0) return submit_device(request, recorded);
-  std::unique_lock order(submit_mutex_);
-  check_usable(request);
-  *recorded = record(request);
-  if (std::string reason = why_never_native(request); !reason.empty()) {
+  std::unique_lock order(order_.mutex);
+  state_.check_usable(request);
+  *recorded = facts_.record(request);
+  if (std::string reason = facts_.why_never_native(request); !reason.empty()) {
     order.unlock();
     return start_on_delegate(request, {.reason = std::move(reason)}, *recorded);
   }
@@ -154,7 +115,7 @@ dpt_outcome Communicator::route(const dpt_request& request,
   if (request.asynchronous) {
     // The first operation also meets the other ranks, or tunes with them, and that too must not
     // hold up the caller: ranks may start the operations of several groups in different orders.
-    if (connected_.load(std::memory_order_acquire) && !segment_) {
+    if (state_.is_connected() && !transports_.segment) {
       pending->plan = plan_for(pending->operation);
       if (is_delegate(pending->plan)) {
         order.unlock();
@@ -170,40 +131,28 @@ dpt_outcome Communicator::route(const dpt_request& request,
   return start_on_delegate(request, pending->plan, *recorded);
 }
 
-// Reasons that need no meeting with the other ranks.
-std::string Communicator::why_never_native(const dpt_request& request) const {
-  if (!native_) return "collectives=stock";
-  if (!is_message(request.collective) && !is_native_collective(request.collective))
-    return "no native algorithm yet";
-  if (request.not_native != nullptr) return request.not_native;
-  if (is_message(request.collective) && request.on_device != 0) {
-    return std::string("no GPU kernel for ") + name_of(request.collective);
-  }
-  return "";
-}
-
 std::string Communicator::why_not_native(const Operation& operation) const {
-  if (!no_transport_.empty()) return no_transport_;
+  if (!transports_.why_none.empty()) return transports_.why_none;
   if (operation.reduce_op != DPT_NO_REDUCE && !can_reduce(operation.dtype, operation.reduce_op)) {
     return std::string("no native ") + name_of(operation.reduce_op) + " of " +
            name_of(operation.dtype);
   }
-  if (nodes_ && nodes_->num_nodes() > kMostNodes) {
+  if (transports_.nodes && transports_.nodes->num_nodes() > kMostNodes) {
     return "more than " + std::to_string(kMostNodes) + " nodes";
   }
-  if (nodes_ && !BlockSizes::fit(operation.collective, nodes_->layout)) {
+  if (transports_.nodes && !BlockSizes::fit(operation.collective, transports_.nodes->layout)) {
     return std::string("an ") + name_of(operation.collective) + " of so many ranks between nodes";
   }
   return "";
 }
 
 bool Communicator::undecided(const Operation& operation) const {
-  if (!connected_.load(std::memory_order_acquire)) return true;
-  const size_t bytes = bytes_to_choose_by(operation, static_cast<int>(global_ranks_.size()));
+  if (!state_.is_connected()) return true;
+  const size_t bytes = bytes_to_choose_by(operation, facts_.size());
   if (!tuning_.is_open(operation.collective, bytes) || !why_not_native(operation).empty()) {
     return false;
   }
-  return !nodes_ || !is_small_between_nodes(choose_request(operation));
+  return !transports_.nodes || !is_small_between_nodes(choose_request(operation));
 }
 
 Plan Communicator::plan_for(const Operation& operation) const {
@@ -211,16 +160,16 @@ Plan Communicator::plan_for(const Operation& operation) const {
 }
 
 ChooseRequest Communicator::choose_request(const Operation& operation) const {
-  const int size = static_cast<int>(global_ranks_.size());
+  const int size = facts_.size();
   const size_t bytes = bytes_to_choose_by(operation, size);
   return {.collective = operation.collective,
           .bytes = bytes,
           .size = size,
           .not_native = why_not_native(operation),
-          .fixed_chunk_bytes = fixed_chunk_bytes_,
-          .max_chunk_bytes = segment_ ? segment_->max_chunk_bytes() : 0,
-          .oversubscribed = oversubscribed_,
-          .nodes = nodes_ ? nodes_->num_nodes() : 1,
+          .fixed_chunk_bytes = transports_.fixed_chunk_bytes,
+          .max_chunk_bytes = transports_.segment ? transports_.segment->max_chunk_bytes() : 0,
+          .oversubscribed = transports_.oversubscribed,
+          .nodes = transports_.num_nodes(),
           .uneven = operation.is_uneven(),
           .tuned = tuning_.find(operation.collective, bytes)};
 }
@@ -230,46 +179,38 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
   if (undecided(pending.operation)) {
     const WaitContext wait = wait_context(pending, in_caller);
     try {
-      const size_t bytes =
-          bytes_to_choose_by(pending.operation, static_cast<int>(global_ranks_.size()));
+      const size_t bytes = bytes_to_choose_by(pending.operation, facts_.size());
       HostBench bench(tuning_.group(), tuning_.rival());
-      tuning_.settle({*segment_,
+      tuning_.settle({*transports_.segment,
                       pending.operation,
                       pending.plan,
                       wait,
-                      wait_style(bytes, in_caller),
-                      nodes_.get()},
+                      transports_.wait_style(bytes, in_caller),
+                      transports_.nodes.get()},
                      bytes,
                      bench);
     } catch (const Error& error) {
-      fail_operation(error, wait);
+      state_.fail_operation(error, wait);
     }
   }
   pending.plan = plan_for(pending.operation);
 }
 
 void Communicator::ensure_connected(const WaitContext& wait, Store& store) {
-  if (connected_.load(std::memory_order_acquire)) return;
-  if (global_ranks_.size() > 1) connect(wait, store);
-  {
-    std::lock_guard lock(state_mutex_);
-    connected_.store(true, std::memory_order_release);
-  }
-  joined_.notify_all();
+  if (state_.is_connected()) return;
+  if (facts_.global_ranks.size() > 1) connect(wait, store);
+  state_.set_connected();
 }
 
 void Communicator::connect(WaitContext wait, Store& store) {
   // There is no shared memory to notice a death by yet, but each rank left its mark in the store.
   wait.check_peers = [this, &wait, &store] {
-    {
-      // Aborted or destroyed meanwhile: without a segment nothing else would end this wait.
-      std::lock_guard lock(state_mutex_);
-      if (failure_) throw *failure_;
-    }
-    for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
+    // Aborted or destroyed meanwhile: without a segment nothing else would end this wait.
+    if (const auto failure = state_.failure()) throw *failure;
+    for (size_t rank = 0; rank < facts_.global_ranks.size(); ++rank) {
       const auto mark =
           store.get(std::string(kProcessKey) + std::to_string(rank), std::chrono::milliseconds(1));
-      const std::string name = "rank " + std::to_string(global_ranks_[rank]);
+      const std::string name = "rank " + std::to_string(facts_.global_ranks[rank]);
       if (const auto pid = mark ? dead_process(*mark) : std::nullopt) {
         throw Error(DPT_ERR_PEER_LOST,
                     wait.describe() + ": " + name + " (pid " + *pid + ") died before it joined");
@@ -285,24 +226,25 @@ void Communicator::connect(WaitContext wait, Store& store) {
   try {
     connect_segment(wait, store);
   } catch (const Error& error) {
-    fail_operation(error, wait);
+    state_.fail_operation(error, wait);
   }
 }
 
 void Communicator::connect_segment(const WaitContext& wait, Store& store) {
   Fabric& fabric = Fabric::instance();
-  PeerInfo self = fabric.self(global_ranks_[rank_]);
-  self.max_chunk_bytes =
-      fabric.offer_chunk_bytes(static_cast<int>(global_ranks_.size()), staging_bytes_);
+  PeerInfo self = fabric.self(facts_.global_rank());
+  self.max_chunk_bytes = fabric.offer_chunk_bytes(facts_.size(), facts_.staging_bytes);
   self.fixed_chunk_bytes = env().chunk_bytes;
-  const Meeting meeting = meet(store, rank_, global_ranks_, self.serialize(), wait);
-  connect_ranks(meeting, wait, store);
+  const Meeting meeting = meet(store, facts_.rank, facts_.global_ranks, self.serialize(), wait);
+  connect_transports(facts_, state_, meeting, wait, store);
+  if (!transports_.segment) return;
+  tuning_.agree(*transports_.segment, transports_.nodes.get(), transports_.oversubscribed, wait);
 }
 
 std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
   auto pending = std::make_shared<Pending>();
-  const int size = static_cast<int>(global_ranks_.size());
-  const bool is_root = rank_ == request.root;
+  const int size = facts_.size();
+  const bool is_root = facts_.rank == request.root;
   const int inputs = num_inputs(request.collective, is_root, size);
   const int outputs = num_outputs(request.collective, is_root, size);
   auto keep = [](auto* to, const auto* from, int count) {
@@ -323,7 +265,7 @@ std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_requ
       .outputs = pending->outputs.data(),
       .input_counts = request.input_counts ? pending->input_counts.data() : nullptr,
       .output_counts = request.output_counts ? pending->output_counts.data() : nullptr,
-      .sequence = next_sequence_++};
+      .sequence = order_.next_sequence++};
   pending->call = request.call;
   pending->timeout = std::chrono::milliseconds(request.timeout_ms);
   return pending;
@@ -331,19 +273,8 @@ std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_requ
 
 WaitContext Communicator::wait_context(const Pending& pending, bool interruptible) {
   return {Deadline(pending.timeout),
-          [this, &pending] {
-            return pending.operation.describe() + " of group " + group_name_ + " on rank " +
-                   std::to_string(global_ranks_[rank_]);
-          },
-          interruptible ? interrupted_ : nullptr};
-}
-
-WaitStyle Communicator::wait_style(size_t bytes, bool in_caller) const {
-  if (!in_caller) return WaitStyle::kBackground;
-  if (nodes_ && bytes > kLongBetweenNodes) return WaitStyle::kBackground;
-  if (!oversubscribed_) return WaitStyle::kOwnCore;
-  // Long steps: the peers copy for a while, so sleeping costs less than handing the core around.
-  return bytes > kLongMessage ? WaitStyle::kBackground : WaitStyle::kSharedCore;
+          [this, &pending] { return pending.operation.describe() + " of " + facts_.place(); },
+          interruptible ? facts_.interrupted : nullptr};
 }
 
 void Communicator::run(const Pending& pending, bool in_caller) {
@@ -351,47 +282,48 @@ void Communicator::run(const Pending& pending, bool in_caller) {
   const Operation& operation = pending.operation;
   const WaitContext wait = wait_context(pending, in_caller);
   try {
-    if (!segment_) {
+    if (!transports_.segment) {
       if (is_delegate(pending.plan)) return;
       run_local(operation);
     } else {
-      segment_->throw_if_aborted();
-      const RunContext context{*segment_,
+      transports_.segment->throw_if_aborted();
+      const RunContext context{*transports_.segment,
                                operation,
                                pending.plan,
                                wait,
-                               wait_style(operation.bytes(), in_caller),
-                               nodes_.get(),
-                               arrivals_};
+                               transports_.wait_style(operation.bytes(), in_caller),
+                               transports_.nodes.get(),
+                               transports_.arrivals};
       if (!is_delegate(pending.plan)) {
         FlightRecord::instance().note(pending.recorded, FlightRecord::kNative);
       }
       // NOTE [Gate] A rank that delegates enters the group's signals first, so that a peer which
       // runs the same call natively (another dtype, say) is told of the mismatch.
-      if (is_delegate(pending.plan)) return nodes_ ? enter_nodes(context) : enter_small(context);
+      if (is_delegate(pending.plan))
+        return transports_.nodes ? enter_nodes(context) : enter_small(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);
       DPT_CHECK(algorithm != nullptr);
       algorithm->run(context);
     }
   } catch (const Error& error) {
-    fail_operation(error, wait);
+    state_.fail_operation(error, wait);
   }
-  if (nodes_ && !operation.is_uneven()) {
-    statistics_->note_between_nodes({pending.plan.algorithm,
-                                     operation.collective,
-                                     operation.dtype,
-                                     operation.root,
-                                     operation.count,
-                                     pending.plan.chunk_bytes});
+  if (transports_.nodes && !operation.is_uneven()) {
+    facts_.statistics->note_between_nodes({pending.plan.algorithm,
+                                           operation.collective,
+                                           operation.dtype,
+                                           operation.root,
+                                           operation.count,
+                                           pending.plan.chunk_bytes});
   }
   const auto end = std::chrono::steady_clock::now();
   FlightRecord::instance().end(pending.recorded, FlightRecord::kEnded, end);
   const std::chrono::duration<double, std::micro> elapsed = end - start;
-  statistics_->add(operation.collective,
-                   pending.plan.algorithm,
-                   pending.plan.reason.c_str(),
-                   operation.bytes(),
-                   elapsed.count());
+  facts_.statistics->add(operation.collective,
+                         pending.plan.algorithm,
+                         pending.plan.reason.c_str(),
+                         operation.bytes(),
+                         elapsed.count());
 }
 
 void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context) {
@@ -411,7 +343,7 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
       if (is_delegate(pending->plan)) {
         FlightRecord::instance().note(pending->recorded, FlightRecord::kDelegated);
         count_delegated(pending->operation.collective, pending->plan, pending->operation.bytes());
-        status = delegate_.run(delegate_.context, pending->call, &outcome->error);
+        status = facts_.delegate.run(facts_.delegate.context, pending->call, &outcome->error);
       }
     } catch (const Error& caught) {
       status = caught.status();
@@ -456,12 +388,13 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
   std::unique_lock lock(waiter->mutex);
   bool interrupted = false;
   while (!waiter->changed.wait_for(lock, kWaitSlice, [&] { return waiter->done; })) {
-    if (interrupted || !interrupted_) continue;
+    if (interrupted || !facts_.interrupted) continue;
     lock.unlock();
-    interrupted = interrupted_();
+    interrupted = facts_.interrupted();
     // The operation uses the caller's memory: it must end before we return.
     if (interrupted)
-      fail(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
+      state_.fail(DPT_ERR_INTERRUPTED,
+                  wait_context(*pending, false).describe() + " was interrupted");
     lock.lock();
   }
   if (interrupted) {
@@ -478,15 +411,15 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
                                             const Plan& plan,
                                             uint64_t recorded) {
   StatisticsRow* const row =
-      statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
+      facts_.statistics->row_of(request.collective, plan.algorithm, plan.reason.c_str());
   return start_on_delegate(request, row, /*by_nodes=*/false, recorded);
 }
 
 void Communicator::wait_for_host_operations(const dpt_request& request) {
   while (may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
-    if (interrupted_ && interrupted_()) {
+    if (facts_.interrupted && facts_.interrupted()) {
       throw Error(DPT_ERR_INTERRUPTED,
-                  std::string(name_of(request.collective)) + " of group " + group_name_ +
+                  std::string(name_of(request.collective)) + " of group " + facts_.name +
                       " was interrupted before it started");
     }
   }
@@ -498,67 +431,29 @@ dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
                                             uint64_t recorded) {
   FlightRecord::instance().note(recorded, FlightRecord::kDelegated);
   if (!is_message(request.collective)) wait_for_host_operations(request);
-  statistics_->add(row, request.count * size_of(request.dtype), 0);
+  facts_.statistics->add(row, request.count * size_of(request.dtype), 0);
   dpt_error error;  // a kilobyte that is rarely needed
   error.message[0] = '\0';
-  Segment* const watched = request.on_device != 0 ? watched_segment() : nullptr;
+  Segment* const watched = request.on_device != 0 ? state_.watched_segment() : nullptr;
   before_delegate(watched);
-  dpt_status status =
-      by_nodes ? delegate_.start_by_nodes(
-                     delegate_.context, request.call, nodes_->layout.node_of.data(), &error)
-               : delegate_.start(delegate_.context, request.call, &error);
+  dpt_status status = by_nodes
+                          ? facts_.delegate.start_by_nodes(facts_.delegate.context,
+                                                           request.call,
+                                                           transports_.nodes->layout.node_of.data(),
+                                                           &error)
+                          : facts_.delegate.start(facts_.delegate.context, request.call, &error);
   status = after_delegate(watched, status, error);
   if (status != DPT_OK) {
-    if (request.on_device != 0) check_usable(request);  // why it was abandoned meanwhile
+    if (request.on_device != 0) state_.check_usable(request);  // why it was abandoned meanwhile
     throw Error(status, error.message);
   }
   return DPT_DELEGATED;
 }
 
 void Communicator::count_delegated(Collective collective, const Plan& plan, size_t bytes) {
-  statistics_->add(collective, plan.algorithm, plan.reason.c_str(), bytes, 0);
+  facts_.statistics->add(collective, plan.algorithm, plan.reason.c_str(), bytes, 0);
 }
 
-void Communicator::check_usable(const dpt_request& request) {
-  const auto what = [&] {
-    return std::string(name_of(request.collective)) + " of group " + group_name_ + " on rank " +
-           std::to_string(global_ranks_[rank_]);
-  };
-  if (Fabric::forked()) {
-    throw Error(DPT_ERR_ABORTED,
-                what() +
-                    ": this process was made by fork() and has no part in its parent's groups. "
-                    "Start it with the spawn method and call init_process_group in it");
-  }
-  std::lock_guard lock(state_mutex_);
-  if (failure_) {
-    throw Error(DPT_ERR_ABORTED,
-                what() + ": the group failed earlier: " + failure_->what() +
-                    ". Call destroy_process_group and initialise again");
-  }
-}
-
-void Communicator::fail_operation(const Error& error, const WaitContext& wait) {
-  // All ranks see a mismatch at the same point and stay in step; anything else breaks the group.
-  if (error.status() == DPT_ERR_MISMATCH) throw error;
-  const std::string who = wait.describe();
-  const std::string what = error.what();
-  const Error named(error.status(), what.starts_with(who) ? what : who + ": " + what);
-  fail(named.status(), named.what());
-  throw named;
-}
-
-bool Communicator::fail(dpt_status status, const std::string& reason) {
-  std::lock_guard lock(state_mutex_);
-  bool is_first = !failure_;
-  if (is_first) failure_.emplace(status, reason);
-  has_failed_.store(true, std::memory_order_release);
-  if (segment_) is_first &= segment_->abort(status, reason);
-  if (nodes_) nodes_->links.abort(status, reason);
-  joined_.notify_all();
-  return is_first;
-}
-
-void Communicator::abort(const std::string& reason) { fail(DPT_ERR_ABORTED, reason); }
+void Communicator::abort(const std::string& reason) { state_.fail(DPT_ERR_ABORTED, reason); }
 
 }  // namespace dpt

@@ -24,21 +24,19 @@
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/group_facts.hpp"
+#include "comm/group_state.hpp"
 #include "comm/known_delegated.hpp"
 #include "comm/lost_rank.hpp"
 #include "comm/point_to_point.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
+#include "comm/submit_order.hpp"
 #include "cuda/device_group.hpp"
 #include "staged/internode_sender.hpp"
 #include "transport/shm/segment.hpp"
-#include "transport/tcp/tcp_transport.hpp"
 
 namespace dpt {
-
-constexpr bool is_message(Collective collective) {
-  return collective == DPT_SEND || collective == DPT_RECV;
-}
 
 class Communicator {
  public:
@@ -85,8 +83,6 @@ class Communicator {
                     dpt_done done,
                     void* done_context,
                     uint64_t* recorded);
-  uint64_t record(const dpt_request& request) const;
-  std::string why_never_native(const dpt_request& request) const;
   std::string why_not_native(const Operation& operation) const;
   // Whether the plan is still to be found together with the other ranks, in prepare.
   bool undecided(const Operation& operation) const;
@@ -96,18 +92,8 @@ class Communicator {
   void connect(WaitContext wait, Store& store);
   void ensure_connected(const WaitContext& wait, Store& store);
   void connect_segment(const WaitContext& wait, Store& store);
-  // The ranks have met: with this node's ranks by shared memory, with the others over the network.
-  void connect_ranks(const Meeting& meeting, const WaitContext& wait, Store& store);
-  // Lets the delegate meet while all ranks are here: a message between two nodes is its own, and
-  // finds two ranks alone.
-  void wake_delegate(const WaitContext& wait) const;
-  // Empty, or why the nodes of the group have no connections; the same on every rank.
-  std::string connect_nodes(const TcpGroup& group, Segment& segment, const WaitContext& wait);
-  // More of them, for what goes on beside the operations on host memory.
-  std::shared_ptr<staged::Between> connect_between(const WaitContext& wait);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
-  WaitStyle wait_style(size_t bytes, bool in_caller) const;
   // Meets the ranks and tunes for the operation's size if that is still to be done, then settles
   // pending.plan.
   void prepare(Pending& pending, bool in_caller);
@@ -179,60 +165,26 @@ class Communicator {
                                 StatisticsRow* row,
                                 bool by_nodes,
                                 uint64_t recorded);
-  // From this the other ranks' watchdogs hear what becomes of an operation on a device.
-  Segment* watched_segment() const;
   void count_delegated(Collective collective, const Plan& plan, size_t bytes);
-  void check_usable(const dpt_request& request);
-  // True: this is what ended the group.
-  bool fail(dpt_status status, const std::string& reason);
-  // Says who failed; fails the group unless the ranks are still in step.
-  [[noreturn]] void fail_operation(const Error& error, const WaitContext& wait);
 
-  std::string group_name_;
-  int rank_;
-  std::vector<int64_t> global_ranks_;
-  bool native_;
-  size_t staging_bytes_;
-  bool raise_errors_;
-  std::function<std::string(const std::string& failure)> explain_;  // empty: nobody can
-  bool forces_tuning_;                                              // whatever is known
-  std::function<bool()> interrupted_;
   std::unique_ptr<Store> store_;
-  dpt_delegate delegate_;
-  std::shared_ptr<GroupStatistics> statistics_;
-  Arrivals* arrivals_ = nullptr;  // from connect on, of statistics_
-
+  const GroupFacts facts_;
   // The short way looks at these.
-  std::atomic<bool> has_failed_{false};  // failure_ is set
+  SubmitOrder order_;
+  GroupState state_;
   // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
   // [Order].
   std::atomic<int> may_delegate_{0};
-  int record_group_;  // its place in the flight record
-  std::mutex submit_mutex_;
-  KnownDelegated known_delegated_;  // guarded by submit_mutex_
-  uint64_t next_sequence_ = 1;
-  // Set by whichever thread runs the group's first operation; then constant, as what follows.
-  std::atomic<bool> connected_{false};
-  std::string
-      no_transport_;  // after connect: why the group has no native transport; empty if it has
-  std::string no_messages_;       // the same for sends and receives
-  int cores_here_ = 1;            // of this node's ranks together
-  bool oversubscribed_ = false;   // they outnumber those
-  size_t fixed_chunk_bytes_ = 0;  // what rank 0's user wants; 0: nothing
+  KnownDelegated known_delegated_;  // guarded by order_
+
+  const Transports& transports_;
   GroupTuning tuning_;
   GroupTuning device_tuning_;  // once device_ is there
-
-  std::mutex state_mutex_;  // guards segment_'s, nodes_' and messages_' replacement, and failure_
-  std::unique_ptr<Segment> segment_;  // of this node's ranks
-  std::unique_ptr<Nodes> nodes_;      // of a group that spans nodes; ends before the segment
-  std::string nodes_key_;             // before the keys of their connections in the store
-  bool nodes_share_host_ = false;     // they are emulated
-  std::optional<Error> failure_;
-  std::condition_variable joined_;  // connected_ or failure_ was set
-  std::string invitation_;          // empty: this group needs none
+  std::string invitation_;     // empty: this group needs none
   std::atomic<bool> joining_{false};
   std::unique_ptr<Store> no_store_;  // of a retired group
   std::atomic<bool> retired_{false};
+  std::mutex messages_mutex_;               // guards messages_
   std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
   std::unique_ptr<DeviceState> device_;     // made by the first operation on a GPU
   LostRank lost_;                           // of the watchdog's thread

@@ -7,6 +7,7 @@
 #include "base/env.hpp"
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
+#include "comm/connect_transports.hpp"
 #include "comm/device_bench.hpp"
 #include "comm/device_class.hpp"
 #include "comm/device_links.hpp"
@@ -65,27 +66,27 @@ bool has_device_kernels(Collective collective) {
 }  // namespace
 
 dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* recorded) {
-  std::unique_lock order(submit_mutex_);
-  check_usable(request);
+  std::unique_lock order(order_.mutex);
+  state_.check_usable(request);
   check_device(request);
-  *recorded = record(request);
+  *recorded = facts_.record(request);
   bool lasts = false;
   DevicePlan plan = plan_on_device(request, &lasts);
   const bool by_nodes = std::strcmp(plan.algorithm, "hierarchical") == 0;
   if (by_nodes || std::strcmp(plan.algorithm, "delegate") == 0) {
     StatisticsRow* const row =
-        statistics_->row_of(request.collective, plan.algorithm, plan.reason.c_str());
+        facts_.statistics->row_of(request.collective, plan.algorithm, plan.reason.c_str());
     if (lasts) known_delegated_.add(request, by_nodes, row);
     order.unlock();
     return start_on_delegate(request, row, by_nodes, *recorded);
   }
   FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   launch_on_device(request, plan);
-  statistics_->add(request.collective,
-                   plan.algorithm,
-                   plan.reason.c_str(),
-                   request.count * size_of(request.dtype),
-                   0);
+  facts_.statistics->add(request.collective,
+                         plan.algorithm,
+                         plan.reason.c_str(),
+                         request.count * size_of(request.dtype),
+                         0);
   return DPT_COMPLETED;
 }
 
@@ -94,14 +95,16 @@ void Communicator::launch_on_device(const dpt_request& request, const DevicePlan
   // Copies may be on their way in part, and the other ranks wait for the rest.
   bool ended_here = false;
   const auto failed = [&](const Error& error) {
-    ended_here = !segment_->aborted() && fail(error.status(), error.what());
+    ended_here = !transports_.segment->aborted() && state_.fail(error.status(), error.what());
   };
   try {
-    launch_divided(*device_->group, {&delegate_, segment_.get()}, {request, plan, stream, failed});
+    launch_divided(*device_->group,
+                   {&facts_.delegate, transports_.segment.get()},
+                   {request, plan, stream, failed});
   } catch (const Error&) {
     if (ended_here) throw;
     // If a rank is lost, that says more than what came of it.
-    check_usable(request);
+    state_.check_usable(request);
     if (is_staged()) check_segment(request);
     throw;
   }
@@ -115,12 +118,12 @@ std::string Communicator::why_not_staged(const dpt_request& request) const {
                                .dtype = request.dtype,
                                .op = request.reduce_op,
                                .even = is_even(request),
-                               .nodes = nodes_ != nullptr});
+                               .nodes = transports_.nodes != nullptr});
 }
 
 std::string Communicator::why_not_on_device(const dpt_request& request) const {
-  if (std::string reason = why_never_native(request); !reason.empty()) return reason;
-  if (global_ranks_.size() == 1) return "a group of one rank";
+  if (std::string reason = facts_.why_never_native(request); !reason.empty()) return reason;
+  if (facts_.global_ranks.size() == 1) return "a group of one rank";
   if (!has_device_kernels(request.collective)) {
     return std::string("no GPU kernel for ") + name_of(request.collective);
   }
@@ -147,7 +150,8 @@ std::string Communicator::why_not_in_group(const dpt_request& request) const {
 // Nobody has measured yet who is faster.
 bool Communicator::is_open_on_device(const dpt_request& request) const {
   const size_t bytes = request.count * size_of(request.dtype);
-  return is_even(request) && !nodes_ && device_tuning_.is_open(request.collective, bytes);
+  return is_even(request) && !transports_.nodes &&
+         device_tuning_.is_open(request.collective, bytes);
 }
 
 DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts) {
@@ -189,12 +193,13 @@ DevicePlan Communicator::plan_on_device(const dpt_request& request, bool* lasts)
          .layout = why_not.empty() ? device_->group->layout() : cuda::Layout{},
          .wiring = why_not.empty() ? device_->group->wiring() : cuda::Wiring::kAlike,
          .not_native = std::move(why_not),
-         .ranks = static_cast<int>(global_ranks_.size()),
-         .nodes = by_nodes ? nodes_->num_nodes() : 1,
+         .ranks = facts_.size(),
+         .nodes = by_nodes ? transports_.num_nodes() : 1,
          .delegate = device_tuning_.delegate_competes(),
          .staging = is_staged() ? device_->group->staging() : cuda::Staging{},
-         .devices_add = !nodes_ && staged::Job::adds_on_device(
-                                       request.collective, request.dtype, request.reduce_op),
+         .devices_add =
+             !transports_.nodes &&
+             staged::Job::adds_on_device(request.collective, request.dtype, request.reduce_op),
          .divisible = can_be_divided(request.collective, request.dtype, request.reduce_op),
          .copies = tunes ? device_->group->copies() : cuda::Staging{},
          .replayed = copies && busy(),
@@ -224,10 +229,9 @@ void Communicator::run_in_turn(const dpt_request& request,
   const WaitContext wait{Deadline(std::chrono::milliseconds(request.timeout_ms)),
                          [this, &request] {
                            return std::string(name_of(request.collective)) +
-                                  " (on GPUs, the first of its kind) of group " + group_name_ +
-                                  " on rank " + std::to_string(global_ranks_[rank_]);
+                                  " (on GPUs, the first of its kind) of " + facts_.place();
                          },
-                         interrupted_};
+                         facts_.interrupted};
   while (!progress_.try_run_inline([&] { task(wait); })) progress_.drain(kWaitSlice);
 }
 
@@ -240,7 +244,7 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
                             .count = request.count,
                             .inputs = nullptr,
                             .outputs = nullptr,
-                            .sequence = next_sequence_++};
+                            .sequence = order_.next_sequence++};
   const Plan plan;
   run_in_turn(request, [&](const WaitContext& wait) {
     // As long as nobody has timed it on GPUs it is for who asks.
@@ -250,9 +254,9 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
                       {.divides = device_tuning_.is_forced()});
     try {
       device_tuning_.settle(
-          {*segment_, operation, plan, wait, WaitStyle::kBackground}, bytes, bench);
+          {*transports_.segment, operation, plan, wait, WaitStyle::kBackground}, bytes, bench);
     } catch (const Error& error) {
-      fail_operation(error, wait);
+      state_.fail_operation(error, wait);
     }
   });
 }
@@ -264,28 +268,29 @@ void Communicator::join_devices(const dpt_request& request) {
     refuse_without_descriptors(wait);
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
-    state->why_not = no_transport_;
-    if (segment_) {
+    state->why_not = transports_.why_none;
+    if (transports_.segment) {
       try {
         connect_devices(request.device, wait, state.get());
       } catch (const Error& error) {
-        if (error.status() != DPT_ERR_SYSTEM) fail_operation(error, wait);
+        if (error.status() != DPT_ERR_SYSTEM) state_.fail_operation(error, wait);
         state->why_not = error.what();
         // Only who asked for native code misses anything.
-        log(delegate_.execute == nullptr ? LogLevel::kWarning : LogLevel::kInfo,
-            "group " + group_name_ + " uses the stock backend on GPUs: " + state->why_not);
+        log(facts_.delegate.execute == nullptr ? LogLevel::kWarning : LogLevel::kInfo,
+            "group " + facts_.name + " uses the stock backend on GPUs: " + state->why_not);
       }
     }
     device_ = std::move(state);
-    if (!segment_) return;
-    Fabric::instance().on_tick(
-        segment_.get(), [this, judged = false]() mutable { judged = judged || watch_device(); });
-    if (!nodes_) return;
+    if (!transports_.segment) return;
+    Fabric::instance().on_tick(transports_.segment.get(), [this, judged = false]() mutable {
+      judged = judged || watch_device();
+    });
+    if (!transports_.nodes) return;
     try {
       agree_on_stages(wait);
       settle_between_nodes(request, wait);
     } catch (const Error& error) {
-      fail_operation(error, wait);
+      state_.fail_operation(error, wait);
     }
   });
 }
@@ -294,32 +299,36 @@ void Communicator::join_devices(const dpt_request& request) {
 // that rank in its start, and without a segment nothing would tell them.
 void Communicator::refuse_without_descriptors(const WaitContext& wait) {
   const std::string mark = "(errno " + std::to_string(EMFILE) + ")";
-  if (segment_ || no_transport_.find(mark) == std::string::npos) return;
-  fail_operation(Error(DPT_ERR_SYSTEM,
-                       no_transport_ + ". NCCL can't start without file descriptors: raise " +
-                           "`ulimit -n` there"),
-                 wait);
+  if (transports_.segment || transports_.why_none.find(mark) == std::string::npos) return;
+  state_.fail_operation(
+      Error(DPT_ERR_SYSTEM,
+            transports_.why_none + ". NCCL can't start without file descriptors: raise " +
+                "`ulimit -n` there"),
+      wait);
 }
 
 // As the job numbers them.
 std::vector<int64_t> Communicator::ranks_here() const {
-  if (!nodes_) return global_ranks_;
+  if (!transports_.nodes) return facts_.global_ranks;
   std::vector<int64_t> here;
-  for (const int rank : nodes_->layout.ranks[nodes_->node()]) here.push_back(global_ranks_[rank]);
+  for (const int rank : transports_.nodes->layout.ranks[transports_.nodes->node()])
+    here.push_back(facts_.global_ranks[rank]);
   return here;
 }
 
 void Communicator::connect_devices(int device, const WaitContext& wait, DeviceState* state) {
   const auto refuse = [&] { state->why_not = "ranks on several nodes have no GPU kernels"; };
-  if (nodes_ && !wants_staging_by_nodes(wait)) return refuse();
+  if (transports_.nodes && !wants_staging_by_nodes(wait)) return refuse();
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
-  const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
-  const DeviceClass devices = describe_devices(here, device, ranks_here(), nodes_ != nullptr);
+  const RunContext here{*transports_.segment, none, plan, wait, WaitStyle::kBackground};
+  const DeviceClass devices =
+      describe_devices(here, device, ranks_here(), transports_.nodes != nullptr);
   const bool is_apart = !devices.peer_access || here.size() == 1;
-  if (nodes_ && !are_alike(wait, is_apart)) return refuse();
-  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  if (transports_.nodes && !are_alike(wait, is_apart)) return refuse();
+  const RunContext context{
+      *transports_.segment, none, plan, wait, WaitStyle::kBackground, transports_.nodes.get()};
   const auto all_gather = [&](const std::string& mine) {
     Text text{};
     std::strncpy(text.text, mine.c_str(), sizeof text.text - 1);
@@ -328,16 +337,17 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
     return all;
   };
   Fabric& fabric = Fabric::instance();
-  const size_t most = staging_bytes_ != 0 ? staging_bytes_ : kDefaultStagingBytes;
+  const size_t most = facts_.staging_bytes != 0 ? facts_.staging_bytes : kDefaultStagingBytes;
   const size_t used = fabric.device_staging_used();
   const size_t left = most - std::min(most, used);
   // If ranks share a GPU, the kernels of all of them may have to find room there.
   const int num_sms = devices.shared ? devices.num_sms / here.size() : devices.num_sms;
   const int channels = offer_channels(num_sms, fabric.device_channels_used(), env().gpu_channels);
-  const std::shared_ptr<staged::Between> between = nodes_ ? connect_between(wait) : nullptr;
+  const std::shared_ptr<staged::Between> between =
+      transports_.nodes ? connect_between(facts_, transports_, wait, *store_) : nullptr;
   const auto connect = [&](bool peer_access) {
-    DeviceGroup::Setup setup{rank_,
-                             global_ranks_,
+    DeviceGroup::Setup setup{facts_.rank,
+                             facts_.global_ranks,
                              device,
                              left / kShareOfStaging,
                              channels,
@@ -346,20 +356,20 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
                              wait,
                              peer_access,
                              workers_near(here, devices.cpus),
-                             nodes_ ? nodes_->layout : NodeLayout{},
+                             transports_.nodes ? transports_.nodes->layout : NodeLayout{},
                              between,
-                             !raise_errors_};
+                             !facts_.raise_errors};
     const auto trees = pack_trees(devices.links);
     if (peer_access && trees) {
       setup.wiring = wiring_of(devices.links);
       setup.nvlink = devices.nvlink && setup.wiring != cuda::Wiring::kPartial;
       setup.trees = *trees;
-      setup.neighbours = neighbours_of(devices.links, rank_);
+      setup.neighbours = neighbours_of(devices.links, facts_.rank);
     }
     state->group = DeviceGroup::connect(setup);
     state->staged = state->group->staging().slot_bytes != 0;
   };
-  if (nodes_ || (!devices.peer_access && devices.links.size == 0)) {
+  if (transports_.nodes || (!devices.peer_access && devices.links.size == 0)) {
     connect(false);
   } else {
     try {
@@ -381,20 +391,20 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
 DeviceGroup::Workers Communicator::workers_near(const RunContext& context,
                                                 const std::vector<int>& cpus) const {
   const int asked = env().reduce_threads;
-  const int threads = asked != 0 ? asked : usual_workers(cores_here_ / context.size());
+  const int threads = asked != 0 ? asked : usual_workers(transports_.cores_here / context.size());
   int all = 0;
   for (const int each : exchange(context, threads)) all += each;
-  return {threads, cpus, oversubscribed_ || all > cores_here_};
+  return {threads, cpus, transports_.oversubscribed || all > transports_.cores_here};
 }
 
 // From the watchdog's thread, several times a second and after each death. True: there is nothing
 // left to watch.
 bool Communicator::watch_device() {
   const auto now = std::chrono::steady_clock::now();
-  lost_.look(*segment_, now);
+  lost_.look(*transports_.segment, now);
   DeviceGroup* const group = device_->group.get();
   if (group == nullptr) return watch_delegate();
-  if (segment_->aborted()) {
+  if (transports_.segment->aborted()) {
     group->abort();
   } else if (lost_.is_long_gone(now)) {
     group->stop_waiting();
@@ -403,14 +413,10 @@ bool Communicator::watch_device() {
   if (!failure) return watch_delegate();
   // A kernel gave up. It holds its stream until here it is decided whether the program may go on
   // with what is unfinished. Who ended the group himself knows that it is.
-  bool wanted = false;
-  {
-    std::lock_guard lock(state_mutex_);
-    wanted = failure_ && failure_->status() == DPT_ERR_ABORTED;
-  }
+  const bool wanted = state_.was_aborted();
   const Error error = error_of(*failure);
-  fail(error.status(), error.what());
-  if (!raise_errors_ && !wanted) end_process(begun_with(explain_, error.what()));
+  state_.fail(error.status(), error.what());
+  if (!facts_.raise_errors && !wanted) end_process(begun_with(facts_.explain, error.what()));
   group->release();
   if (!wanted) abandon_delegate();
   return true;
@@ -419,32 +425,28 @@ bool Communicator::watch_device() {
 // Not where NCCL may yet come to its end. What is divided has a part with NCCL, which waits for the
 // same rank as ours; and behind that the program's thread may be held up by a full queue.
 void Communicator::abandon_delegate() const {
-  if (!raise_errors_ || delegate_.abandon == nullptr) return;
-  if (is_staged() || !lost_.who().empty()) delegate_.abandon(delegate_.context);
+  if (!facts_.raise_errors || facts_.delegate.abandon == nullptr) return;
+  if (is_staged() || !lost_.who().empty()) facts_.delegate.abandon(facts_.delegate.context);
 }
 
 // The delegate's kernels wait for a lost rank without end, and NCCL itself looks after minutes.
 bool Communicator::watch_delegate() {
   const std::string who = lost_.who();
-  if (who.empty() || delegate_.is_waiting == nullptr) return false;
-  {
-    std::lock_guard lock(state_mutex_);
-    if (failure_ && failure_->status() == DPT_ERR_ABORTED)
-      return true;  // who ended it himself knows
-  }
+  if (who.empty() || facts_.delegate.is_waiting == nullptr) return false;
+  if (state_.was_aborted()) return true;  // who ended it himself knows
   dpt_waits waits = DPT_WAITS_NOT;
-  DeviceGroup::outside_capture(device_->device,
-                               [&] { waits = delegate_.is_waiting(delegate_.context); });
+  DeviceGroup::outside_capture(
+      device_->device, [&] { waits = facts_.delegate.is_waiting(facts_.delegate.context); });
   const auto now = std::chrono::steady_clock::now();
   if (!lost_.keeps_waiting(waits != DPT_WAITS_NOT, now)) return false;
-  const std::string reason = "an operation of group " + group_name_ +
+  const std::string reason = "an operation of group " + facts_.name +
                              " that NCCL carries out on rank " +
-                             std::to_string(global_ranks_[rank_]) + " waits in vain: " + who;
-  fail(DPT_ERR_PEER_LOST, reason);
+                             std::to_string(facts_.global_rank()) + " waits in vain: " + who;
+  state_.fail(DPT_ERR_PEER_LOST, reason);
   // An operation that is being started never comes back, so there is no next call that could raise.
   if (waits == DPT_WAITS_IN_START) {
     end_process(reason, Instead::kNothing);
-  } else if (!raise_errors_) {
+  } else if (!facts_.raise_errors) {
     end_process(reason);
   } else {
     abandon_delegate();
@@ -453,19 +455,19 @@ bool Communicator::watch_delegate() {
 }
 
 Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
-  const std::string peer = "rank " + std::to_string(global_ranks_[failure.peer]);
+  const std::string peer = "rank " + std::to_string(facts_.global_ranks[failure.peer]);
   const std::string where = "native operation #" + std::to_string(failure.sequence) +
-                            " on GPUs of group " + group_name_ + " on rank " +
-                            std::to_string(global_ranks_[rank_]) + ": ";
+                            " on GPUs of " + facts_.place() + ": ";
   if (failure.kind == DeviceGroup::Failure::kMismatch) {
     return {DPT_ERR_MISMATCH,
             where + peer + " is in another operation, or one of another size or type"};
   }
   // The late rank of another node is known there; here perhaps only whose part is missing.
-  const bool is_elsewhere = nodes_ && nodes_->layout.node_of[failure.peer] != nodes_->node();
+  const bool is_elsewhere = transports_.nodes && transports_.nodes->layout.node_of[failure.peer] !=
+                                                     transports_.nodes->node();
   if (failure.kind == DeviceGroup::Failure::kAborted || is_elsewhere) {
     try {
-      segment_->throw_if_aborted();
+      transports_.segment->throw_if_aborted();
     } catch (const Error& error) {
       return {error.status(), where + error.what()};
     }
@@ -482,7 +484,7 @@ Error Communicator::error_of(const DeviceGroup::Failure& failure) const {
 
 bool Communicator::is_device_broken() const {
   if (!device_ || !device_->group) return false;
-  return (is_staged() && segment_->aborted()) || device_->group->failure();
+  return (is_staged() && transports_.segment->aborted()) || device_->group->failure();
 }
 
 void Communicator::check_device(const dpt_request& request) {
@@ -492,30 +494,25 @@ void Communicator::check_device(const dpt_request& request) {
   const auto failure = device_->group->failure();
   if (!failure) return;
   const Error error = error_of(*failure);
-  fail(error.status(), error.what());
-  check_usable(request);
+  state_.fail(error.status(), error.what());
+  state_.check_usable(request);
 }
 
 // Throws where the group has ended, or a rank is lost.
 void Communicator::check_segment(const dpt_request& request) {
-  if (!segment_->aborted()) return;
+  if (!transports_.segment->aborted()) return;
   try {
-    segment_->throw_if_aborted();
+    transports_.segment->throw_if_aborted();
   } catch (const Error& error) {
-    fail(error.status(), error.what());
+    state_.fail(error.status(), error.what());
   }
-  check_usable(request);
+  state_.check_usable(request);
 }
 
 void Communicator::leave_devices() {
   if (!device_) return;
-  if (segment_) Fabric::instance().on_tick(segment_.get(), nullptr);
-  bool failed = false;
-  {
-    std::lock_guard lock(state_mutex_);
-    failed = failure_.has_value();
-  }
-  if (failed) abandon_delegate();  // the watchdog may not have come to it
+  if (transports_.segment) Fabric::instance().on_tick(transports_.segment.get(), nullptr);
+  if (state_.failure()) abandon_delegate();  // the watchdog may not have come to it
   if (!device_->group) return;
   Fabric::instance().add_device_use(-static_cast<int64_t>(device_->staging_bytes),
                                     -device_->group->layout().channels);

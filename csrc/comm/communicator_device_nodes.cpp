@@ -12,42 +12,45 @@
 namespace dpt {
 
 bool Communicator::are_alike(const WaitContext& wait, bool mine) const {
-  const NodeLayout& layout = nodes_->layout;
+  const NodeLayout& layout = transports_.nodes->layout;
   for (const auto& ranks : layout.ranks) {
     if (ranks.size() != layout.ranks[0].size()) return false;
   }
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
-  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  const RunContext context{
+      *transports_.segment, none, plan, wait, WaitStyle::kBackground, transports_.nodes.get()};
   const std::vector<char> all = exchange(context, static_cast<char>(mine));
   return std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
 }
 
 bool Communicator::can_go_by_nodes(const WaitContext& wait) const {
-  return nodes_->layout.ranks[0].size() > 1 && are_alike(wait, delegate_.start_by_nodes != nullptr);
+  return transports_.nodes->layout.ranks[0].size() > 1 &&
+         are_alike(wait, facts_.delegate.start_by_nodes != nullptr);
 }
 
 bool Communicator::wants_staging_by_nodes(const WaitContext& wait) const {
   // As long as nobody has timed it on GPUs it is for who asks.
-  const bool asked = delegate_.execute == nullptr || forces_tuning_;
-  return nodes_->layout.size() <= kMostMeasuringRanks && are_alike(wait, asked);
+  const bool asked = facts_.delegate.execute == nullptr || facts_.forces_tuning;
+  return transports_.nodes->layout.size() <= kMostMeasuringRanks && are_alike(wait, asked);
 }
 
 void Communicator::agree_on_stages(const WaitContext& wait) {
   if (!can_go_by_nodes(wait)) return;
-  if (are_alike(wait, delegate_.execute == nullptr)) {
+  if (are_alike(wait, facts_.delegate.execute == nullptr)) {
     device_->by_nodes = true;  // by the rule: nothing competes with it
     return;
   }
   // CPU-Reduce competes with the delegate as it is.
-  if (device_->group || nodes_->layout.size() > kMostMeasuringRanks) return;
+  if (device_->group || transports_.nodes->layout.size() > kMostMeasuringRanks) return;
   Operation none{};
   none.collective = DPT_BARRIER;
   const Plan plan;
-  const RunContext here{*segment_, none, plan, wait, WaitStyle::kBackground};
+  const RunContext here{*transports_.segment, none, plan, wait, WaitStyle::kBackground};
   const DeviceClass devices = describe_devices(here, device_->device, ranks_here(), true);
-  const RunContext context{*segment_, none, plan, wait, WaitStyle::kBackground, nodes_.get()};
+  const RunContext context{
+      *transports_.segment, none, plan, wait, WaitStyle::kBackground, transports_.nodes.get()};
   // NCCL refuses ranks that share a GPU.
   device_tuning_.agree_on_device(context, text_in_stages(devices), !devices.shared);
   device_->by_nodes = device_tuning_.delegate_competes();
@@ -64,8 +67,9 @@ void Communicator::settle_between_nodes(const dpt_request& request, const WaitCo
   void* no_output = nullptr;
   const auto settle = [&](Collective collective, int bucket) {
     const size_t bytes = range_of(bucket).nominal;
-    const bool serves = group != nullptr ? collective != DPT_ALL_TO_ALL
-                                         : goes_by_nodes(collective, bytes, nodes_->layout.size());
+    const bool serves = group != nullptr
+                            ? collective != DPT_ALL_TO_ALL
+                            : goes_by_nodes(collective, bytes, transports_.nodes->layout.size());
     if (!serves || !device_tuning_.is_open(collective, bytes)) return;
     const Operation operation{.collective = collective,
                               .dtype = DPT_BFLOAT16,
@@ -75,11 +79,17 @@ void Communicator::settle_between_nodes(const dpt_request& request, const WaitCo
                               .count = bytes / size_of(DPT_BFLOAT16),
                               .inputs = &no_input,
                               .outputs = &no_output,
-                              .sequence = next_sequence_++};
+                              .sequence = order_.next_sequence++};
     WaitContext own_time = wait;
     own_time.deadline = Deadline(wait.deadline.timeout());
-    device_tuning_.settle(
-        {*segment_, operation, plan, own_time, WaitStyle::kBackground, nodes_.get()}, bytes, bench);
+    device_tuning_.settle({*transports_.segment,
+                           operation,
+                           plan,
+                           own_time,
+                           WaitStyle::kBackground,
+                           transports_.nodes.get()},
+                          bytes,
+                          bench);
   };
   for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
     for (const Collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {

@@ -14,22 +14,18 @@ constexpr const char* kInOne = "of a list, which is one kernel of the stock back
 
 }  // namespace
 
-Segment* Communicator::watched_segment() const {
-  return connected_.load(std::memory_order_acquire) ? segment_.get() : nullptr;
-}
-
 [[gnu::hot]] bool Communicator::begin_known(const dpt_request& request, dpt_known* begun) {
   // Anything that is to be said, or waited for, first takes the long way.
-  if (has_failed_.load(std::memory_order_acquire) || Fabric::forked()) return false;
+  if (state_.has_failed() || Fabric::forked()) return false;
   if (may_delegate_.load(std::memory_order_acquire) > 0) return false;
-  const std::lock_guard order(submit_mutex_);
+  const std::lock_guard order(order_.mutex);
   const KnownDelegated::Known* const known = known_delegated_.find(request);
   if (known == nullptr || is_device_broken()) return false;
   begun->recorded =
-      FlightRecord::instance().begin(record_group_, request, FlightRecord::kDelegated);
-  begun->node_of = known->by_nodes ? nodes_->layout.node_of.data() : nullptr;
-  statistics_->add(known->row, request.count * size_of(request.dtype), 0);
-  before_delegate(watched_segment());
+      FlightRecord::instance().begin(facts_.record_group, request, FlightRecord::kDelegated);
+  begun->node_of = known->by_nodes ? transports_.nodes->layout.node_of.data() : nullptr;
+  facts_.statistics->add(known->row, request.count * size_of(request.dtype), 0);
+  before_delegate(state_.watched_segment());
   return true;
 }
 
@@ -38,8 +34,8 @@ dpt_status Communicator::fail_known(const dpt_request& request,
                                     dpt_status status,
                                     const dpt_error& error) {
   FlightRecord::instance().end(recorded, FlightRecord::kFailed);
-  status = after_delegate(watched_segment(), status, error);
-  check_usable(request);  // why it was abandoned meanwhile
+  status = after_delegate(state_.watched_segment(), status, error);
+  state_.check_usable(request);  // why it was abandoned meanwhile
   return status;
 }
 
@@ -50,7 +46,7 @@ StatisticsRow* Communicator::row_of_delegated(const dpt_request& request) {
   const std::optional<DevicePlan> plan = settled_plan(request);
   if (!plan || std::strcmp(plan->algorithm, kDelegate) != 0) return nullptr;
   StatisticsRow* const row =
-      statistics_->row_of(request.collective, kDelegate, plan->reason.c_str());
+      facts_.statistics->row_of(request.collective, kDelegate, plan->reason.c_str());
   known_delegated_.add(request, false, row);
   return row;
 }
@@ -66,24 +62,25 @@ void Communicator::begin_coalesced(const dpt_request* requests,
                                    uint64_t* recorded,
                                    int* begun) {
   std::fill_n(begun, count, 0);
-  if (has_failed_.load(std::memory_order_acquire) || Fabric::forked()) return;
+  if (state_.has_failed() || Fabric::forked()) return;
   wait_for_host_operations(requests[0]);
-  const std::lock_guard order(submit_mutex_);
+  const std::lock_guard order(order_.mutex);
   if (is_device_broken()) return;
-  const bool in_one = device_ && device_->group && !is_staged() && !nodes_ && count > 1 &&
-                      device_tuning_.delegate_competes();
+  const bool in_one = device_ && device_->group && !is_staged() && !transports_.nodes &&
+                      count > 1 && device_tuning_.delegate_competes();
   StatisticsRow* row =
-      in_one ? statistics_->row_of(requests[0].collective, kDelegate, kInOne) : nullptr;
+      in_one ? facts_.statistics->row_of(requests[0].collective, kDelegate, kInOne) : nullptr;
   bool any = false;
   for (size_t i = 0; i < count; ++i) {
     const dpt_request& request = requests[i];
     if (!in_one) row = row_of_delegated(request);
     if (row == nullptr) continue;
-    recorded[i] = FlightRecord::instance().begin(record_group_, request, FlightRecord::kDelegated);
-    statistics_->add(row, request.count * size_of(request.dtype), 0);
+    recorded[i] =
+        FlightRecord::instance().begin(facts_.record_group, request, FlightRecord::kDelegated);
+    facts_.statistics->add(row, request.count * size_of(request.dtype), 0);
     begun[i] = any = true;
   }
-  if (any) before_delegate(watched_segment());
+  if (any) before_delegate(state_.watched_segment());
 }
 
 }  // namespace dpt

@@ -31,36 +31,30 @@ Word parse_word(const std::string& text) {
 
 std::string Communicator::own_word() const {
   return own_process_mark() + " " + stamp_of_now() + " " + invitation_ + " " +
-         Fabric::instance().self(global_ranks_[rank_]).serialize();
+         Fabric::instance().self(facts_.global_rank()).serialize();
 }
 
 void Communicator::join_in_background(std::chrono::milliseconds limit,
                                       std::shared_ptr<Store> lent) {
-  if (connected_.load(std::memory_order_acquire) || joining_.exchange(true)) return;
+  if (state_.is_connected() || joining_.exchange(true)) return;
   progress_.enqueue([this, limit, lent] {
-    const WaitContext wait{Deadline(limit),
-                           [this] {
-                             return "joining group " + group_name_ + " on rank " +
-                                    std::to_string(global_ranks_[rank_]);
-                           },
-                           nullptr};
+    const WaitContext wait{
+        Deadline(limit), [this] { return "joining " + facts_.place(); }, nullptr};
     try {
-      if (retired_ && lent) lent->set(std::string(kProcessKey) + std::to_string(rank_), own_word());
+      if (retired_ && lent)
+        lent->set(std::string(kProcessKey) + std::to_string(facts_.rank), own_word());
       ensure_connected(wait, lent ? *lent : *store_);
-      if (retired_ && segment_) segment_->leave();
+      if (retired_ && transports_.segment) transports_.segment->leave();
     } catch (const std::exception& caught) {
-      fail(DPT_ERR_SYSTEM, caught.what());  // unless it says why already
+      state_.fail(DPT_ERR_SYSTEM, caught.what());  // unless it says why already
     }
   });
 }
 
 bool Communicator::retire() {
-  {
-    std::lock_guard lock(state_mutex_);
-    if (invitation_.empty() || connected_ || failure_ || may_delegate_ > 0) return false;
-  }
+  if (invitation_.empty() || !state_.may_yet_connect() || may_delegate_ > 0) return false;
   try {
-    store_->set(std::string(kProcessKey) + std::to_string(rank_), own_word() + kLeftMark);
+    store_->set(std::string(kProcessKey) + std::to_string(facts_.rank), own_word() + kLeftMark);
   } catch (const std::exception&) {
     // The store went with the process that keeps it, so nobody can read the word.
   }
@@ -74,21 +68,18 @@ bool Communicator::retire() {
 
 // Returns why the delegate serves this group's messages, the same on every rank, or nothing.
 std::string Communicator::join_for_messages(const dpt_request& request) {
-  if (connected_.load(std::memory_order_acquire)) return no_messages_;
+  if (state_.is_connected()) return transports_.why_no_messages;
   const std::chrono::milliseconds timeout(request.timeout_ms);
   const WaitContext wait{Deadline(timeout),
-                         [this, &request] {
-                           return std::string(name_of(request.collective)) + " of group " +
-                                  group_name_ + " on rank " + std::to_string(global_ranks_[rank_]);
-                         },
-                         interrupted_};
+                         [this, &request] { return facts_.describe(request.collective); },
+                         facts_.interrupted};
   try {
-    while (!connected_.load(std::memory_order_acquire)) {
+    while (!state_.is_connected()) {
       // Read anew each time: what an earlier group of this name left there is replaced at last.
       std::vector<PeerInfo> peers;
       std::vector<std::string> invitations;
-      for (size_t rank = 0; rank < global_ranks_.size(); ++rank) {
-        const std::string name = "rank " + std::to_string(global_ranks_[rank]);
+      for (size_t rank = 0; rank < facts_.global_ranks.size(); ++rank) {
+        const std::string name = "rank " + std::to_string(facts_.global_ranks[rank]);
         Word word = parse_word(wait_for_key(*store_,
                                             std::string(kProcessKey) + std::to_string(rank),
                                             wait,
@@ -105,42 +96,42 @@ std::string Communicator::join_for_messages(const dpt_request& request) {
       }
       // Messages between nodes are the delegate's, and so are the others of such a group: a receive
       // from any rank must find them all in one place.
-      if (std::string why_not = kShmTransport.why_not(peers, global_ranks_); !why_not.empty()) {
+      if (std::string why_not = kShmTransport.why_not(peers, facts_.global_ranks);
+          !why_not.empty()) {
         return why_not;
       }
 
       join_in_background(timeout, nullptr);
       for (size_t rank = 0; rank < invitations.size(); ++rank) {
-        if (static_cast<int>(rank) != rank_)
+        if (static_cast<int>(rank) != facts_.rank)
           Invitations::instance().send(invitations[rank], invitation_);
       }
-      {
-        std::unique_lock lock(state_mutex_);
-        joined_.wait_for(lock, kWaitSlice, [this] { return connected_ || failure_; });
-        if (failure_) throw Error(failure_->status(), wait.describe() + ": " + failure_->what());
+      if (const auto failure = state_.wait_until_connected()) {
+        throw Error(failure->status(), wait.describe() + ": " + failure->what());
       }
       wait.check();
-      if (!connected_ && wait.deadline.expired()) {
+      if (!state_.is_connected() && wait.deadline.expired()) {
         throw Error(DPT_ERR_TIMEOUT,
                     wait.describe() + ": not all ranks joined within the timeout of " +
                         std::to_string(timeout.count()) + " ms");
       }
     }
   } catch (const Error& error) {
-    fail(error.status(), error.what());
+    state_.fail(error.status(), error.what());
     throw;
   }
-  return no_messages_;
+  return transports_.why_no_messages;
 }
 
 dpt_outcome Communicator::submit_message(const dpt_request& request,
                                          dpt_done done,
                                          void* done_context,
                                          uint64_t* recorded) {
-  check_usable(request);
-  *recorded = record(request);
-  std::string why_delegated = why_never_native(request);
-  if (why_delegated.empty() && global_ranks_.size() == 1) why_delegated = "a group of one rank";
+  state_.check_usable(request);
+  *recorded = facts_.record(request);
+  std::string why_delegated = facts_.why_never_native(request);
+  if (why_delegated.empty() && facts_.global_ranks.size() == 1)
+    why_delegated = "a group of one rank";
   if (why_delegated.empty()) why_delegated = join_for_messages(request);
   if (!why_delegated.empty()) {
     return start_on_delegate(request, {.reason = std::move(why_delegated)}, *recorded);
@@ -150,15 +141,15 @@ dpt_outcome Communicator::submit_message(const dpt_request& request,
 }
 
 PointToPoint& Communicator::messages() {
-  std::lock_guard lock(state_mutex_);
+  std::lock_guard lock(messages_mutex_);
   if (!messages_) {
     messages_ = std::make_unique<PointToPoint>(PointToPoint::Host{
-        .segment = *segment_,
-        .group = group_name_,
-        .statistics = statistics_,
-        .interrupted = interrupted_,
-        .fail = [this](const Error& reason) { fail(reason.status(), reason.what()); },
-        .caller_style = wait_style(0, /*in_caller=*/true)});
+        .segment = *transports_.segment,
+        .group = facts_.name,
+        .statistics = facts_.statistics,
+        .interrupted = facts_.interrupted,
+        .fail = [this](const Error& reason) { state_.fail(reason.status(), reason.what()); },
+        .caller_style = transports_.wait_style(0, /*in_caller=*/true)});
   }
   return *messages_;
 }
