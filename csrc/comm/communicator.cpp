@@ -44,6 +44,7 @@ Communicator::Communicator(const dpt_comm_options& options,
       facts_(options, delegate),
       state_(facts_),
       transports_(state_.transports()),
+      delegation_(facts_, state_, progress_),
       tuning_(options, delegate),
       device_tuning_(options, delegate) {
   Fabric::instance();  // from here on a fork() is noticed
@@ -108,7 +109,7 @@ dpt_outcome Communicator::route(const dpt_request& request,
   *recorded = facts_.record(request);
   if (std::string reason = facts_.why_never_native(request); !reason.empty()) {
     order.unlock();
-    return start_on_delegate(request, {.reason = std::move(reason)}, *recorded);
+    return delegation_.start(request, {.reason = std::move(reason)}, *recorded);
   }
   std::shared_ptr<Pending> pending = make_pending(request);
   pending->recorded = *recorded;
@@ -119,7 +120,7 @@ dpt_outcome Communicator::route(const dpt_request& request,
       pending->plan = plan_for(pending->operation);
       if (is_delegate(pending->plan)) {
         order.unlock();
-        return start_on_delegate(request, pending->plan, *recorded);
+        return delegation_.start(request, pending->plan, *recorded);
       }
     }
     enqueue(std::move(pending), done, done_context);
@@ -128,7 +129,7 @@ dpt_outcome Communicator::route(const dpt_request& request,
   run_and_wait(pending);
   if (!is_delegate(pending->plan)) return DPT_COMPLETED;
   order.unlock();
-  return start_on_delegate(request, pending->plan, *recorded);
+  return delegation_.start(request, pending->plan, *recorded);
 }
 
 std::string Communicator::why_not_native(const Operation& operation) const {
@@ -329,7 +330,7 @@ void Communicator::run(const Pending& pending, bool in_caller) {
 void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context) {
   const bool may_delegate =
       undecided(pending->operation) || is_delegate(plan_for(pending->operation));
-  if (may_delegate) ++may_delegate_;
+  if (may_delegate) delegation_.expect();
   struct Outcome {
     dpt_status status = DPT_OK;
     dpt_error error{};
@@ -341,15 +342,14 @@ void Communicator::enqueue(std::shared_ptr<Pending> pending, dpt_done done, void
       prepare(*pending, /*in_caller=*/false);
       run(*pending, /*in_caller=*/false);
       if (is_delegate(pending->plan)) {
-        FlightRecord::instance().note(pending->recorded, FlightRecord::kDelegated);
-        count_delegated(pending->operation.collective, pending->plan, pending->operation.bytes());
-        status = facts_.delegate.run(facts_.delegate.context, pending->call, &outcome->error);
+        status = delegation_.run(
+            pending->operation, pending->plan, {pending->call, pending->recorded}, &outcome->error);
       }
     } catch (const Error& caught) {
       status = caught.status();
       set_message(&outcome->error, caught.what());
     }
-    if (may_delegate) --may_delegate_;
+    if (may_delegate) delegation_.settle();
     FlightRecord::instance().end(pending->recorded,
                                  status == DPT_OK ? FlightRecord::kEnded : FlightRecord::kFailed);
   };
@@ -401,57 +401,6 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
     throw Error(DPT_ERR_INTERRUPTED, wait_context(*pending, false).describe() + " was interrupted");
   }
   if (waiter->error) throw *waiter->error;
-}
-
-// NOTE [Order] The stock backend pairs collectives by the order in which each rank starts them.
-// What goes to the progress thread and is or may turn out to be the delegate's starts there later,
-// so whatever comes after it waits here. Sends and receives are paired by their
-// tags.
-dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
-                                            const Plan& plan,
-                                            uint64_t recorded) {
-  StatisticsRow* const row =
-      facts_.statistics->row_of(request.collective, plan.algorithm, plan.reason.c_str());
-  return start_on_delegate(request, row, /*by_nodes=*/false, recorded);
-}
-
-void Communicator::wait_for_host_operations(const dpt_request& request) {
-  while (may_delegate_ > 0 && !progress_.drain(kWaitSlice)) {
-    if (facts_.interrupted && facts_.interrupted()) {
-      throw Error(DPT_ERR_INTERRUPTED,
-                  std::string(name_of(request.collective)) + " of group " + facts_.name +
-                      " was interrupted before it started");
-    }
-  }
-}
-
-dpt_outcome Communicator::start_on_delegate(const dpt_request& request,
-                                            StatisticsRow* row,
-                                            bool by_nodes,
-                                            uint64_t recorded) {
-  FlightRecord::instance().note(recorded, FlightRecord::kDelegated);
-  if (!is_message(request.collective)) wait_for_host_operations(request);
-  facts_.statistics->add(row, request.count * size_of(request.dtype), 0);
-  dpt_error error;  // a kilobyte that is rarely needed
-  error.message[0] = '\0';
-  Segment* const watched = request.on_device != 0 ? state_.watched_segment() : nullptr;
-  before_delegate(watched);
-  dpt_status status = by_nodes
-                          ? facts_.delegate.start_by_nodes(facts_.delegate.context,
-                                                           request.call,
-                                                           transports_.nodes->layout.node_of.data(),
-                                                           &error)
-                          : facts_.delegate.start(facts_.delegate.context, request.call, &error);
-  status = after_delegate(watched, status, error);
-  if (status != DPT_OK) {
-    if (request.on_device != 0) state_.check_usable(request);  // why it was abandoned meanwhile
-    throw Error(status, error.message);
-  }
-  return DPT_DELEGATED;
-}
-
-void Communicator::count_delegated(Collective collective, const Plan& plan, size_t bytes) {
-  facts_.statistics->add(collective, plan.algorithm, plan.reason.c_str(), bytes, 0);
 }
 
 void Communicator::abort(const std::string& reason) { state_.fail(DPT_ERR_ABORTED, reason); }

@@ -23,6 +23,7 @@
 #include "bootstrap/exchange.hpp"
 #include "bootstrap/store.hpp"
 #include "comm/calibration.hpp"
+#include "comm/delegation.hpp"
 #include "comm/flight_record.hpp"
 #include "comm/group_facts.hpp"
 #include "comm/group_state.hpp"
@@ -157,27 +158,15 @@ class Communicator {
   bool is_device_broken() const;
   void check_segment(const dpt_request& request);
   void leave_devices();
-  // Host operations may be the delegate's too, and its order is the program's.
-  void wait_for_host_operations(const dpt_request& request);
-  dpt_outcome start_on_delegate(const dpt_request& request, const Plan& plan, uint64_t recorded);
-  // `row`: where it is counted.
-  dpt_outcome start_on_delegate(const dpt_request& request,
-                                StatisticsRow* row,
-                                bool by_nodes,
-                                uint64_t recorded);
-  void count_delegated(Collective collective, const Plan& plan, size_t bytes);
-
   std::unique_ptr<Store> store_;
   const GroupFacts facts_;
   // The short way looks at these.
   SubmitOrder order_;
   GroupState state_;
-  // Operations on the progress thread that are or may turn out to be the delegate's, see NOTE
-  // [Order].
-  std::atomic<int> may_delegate_{0};
+  const Transports& transports_;
+  Delegation delegation_;
   KnownDelegated known_delegated_;  // guarded by order_
 
-  const Transports& transports_;
   GroupTuning tuning_;
   GroupTuning device_tuning_;  // once device_ is there
   std::string invitation_;     // empty: this group needs none

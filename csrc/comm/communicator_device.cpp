@@ -78,7 +78,7 @@ dpt_outcome Communicator::submit_device(const dpt_request& request, uint64_t* re
         facts_.statistics->row_of(request.collective, plan.algorithm, plan.reason.c_str());
     if (lasts) known_delegated_.add(request, by_nodes, row);
     order.unlock();
-    return start_on_delegate(request, row, by_nodes, *recorded);
+    return delegation_.start(request, row, by_nodes, *recorded);
   }
   FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   launch_on_device(request, plan);

@@ -17,7 +17,7 @@ constexpr const char* kInOne = "of a list, which is one kernel of the stock back
 [[gnu::hot]] bool Communicator::begin_known(const dpt_request& request, dpt_known* begun) {
   // Anything that is to be said, or waited for, first takes the long way.
   if (state_.has_failed() || Fabric::forked()) return false;
-  if (may_delegate_.load(std::memory_order_acquire) > 0) return false;
+  if (delegation_.is_ahead()) return false;
   const std::lock_guard order(order_.mutex);
   const KnownDelegated::Known* const known = known_delegated_.find(request);
   if (known == nullptr || is_device_broken()) return false;
@@ -63,7 +63,7 @@ void Communicator::begin_coalesced(const dpt_request* requests,
                                    int* begun) {
   std::fill_n(begun, count, 0);
   if (state_.has_failed() || Fabric::forked()) return;
-  wait_for_host_operations(requests[0]);
+  delegation_.wait_for_host_operations(requests[0]);
   const std::lock_guard order(order_.mutex);
   if (is_device_broken()) return;
   const bool in_one = device_ && device_->group && !is_staged() && !transports_.nodes &&

@@ -52,7 +52,7 @@ void Communicator::join_in_background(std::chrono::milliseconds limit,
 }
 
 bool Communicator::retire() {
-  if (invitation_.empty() || !state_.may_yet_connect() || may_delegate_ > 0) return false;
+  if (invitation_.empty() || !state_.may_yet_connect() || delegation_.is_ahead()) return false;
   try {
     store_->set(std::string(kProcessKey) + std::to_string(facts_.rank), own_word() + kLeftMark);
   } catch (const std::exception&) {
@@ -134,7 +134,7 @@ dpt_outcome Communicator::submit_message(const dpt_request& request,
     why_delegated = "a group of one rank";
   if (why_delegated.empty()) why_delegated = join_for_messages(request);
   if (!why_delegated.empty()) {
-    return start_on_delegate(request, {.reason = std::move(why_delegated)}, *recorded);
+    return delegation_.start(request, {.reason = std::move(why_delegated)}, *recorded);
   }
   FlightRecord::instance().note(*recorded, FlightRecord::kNative);
   return messages().submit(request, *recorded, done, done_context);
