@@ -68,7 +68,7 @@ class Retired {
 
  private:
   void end() {
-    std::this_thread::sleep_for(Communicator::kLeavingTime);
+    std::this_thread::sleep_for(GroupBootstrap::kLeavingTime);
     std::deque<std::unique_ptr<dpt_comm>> comms;
     std::lock_guard lock(mutex_);
     ending_ = false;

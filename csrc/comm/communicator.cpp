@@ -7,9 +7,7 @@
 #include "algorithms/block_sizes.hpp"
 #include "base/env.hpp"
 #include "base/log.hpp"
-#include "comm/connect_transports.hpp"
 #include "comm/fabric.hpp"
-#include "comm/invitations.hpp"
 #include "comm/measure.hpp"
 #include "host/reduce.hpp"
 #include "tuner/choose.hpp"
@@ -45,26 +43,29 @@ Communicator::Communicator(const dpt_comm_options& options,
       state_(facts_),
       transports_(state_.transports()),
       delegation_(facts_, state_, progress_),
+      bootstrap_(
+          facts_,
+          state_,
+          progress_,
+          *store_,
+          [this](const WaitContext& wait) {
+            tuning_.agree(
+                *transports_.segment, transports_.nodes.get(), transports_.oversubscribed, wait);
+          }),
       tuning_(options, delegate),
-      device_tuning_(options, delegate) {
+      device_tuning_(options, delegate),
+      messages_(facts_, state_, delegation_, bootstrap_) {
   Fabric::instance();  // from here on a fork() is noticed
-  if (facts_.native && options.size > 1) {
-    invitation_ = Invitations::instance().open(
-        [this](const std::string& inviter) {
-          join_in_background(kInvitedLimit, std::make_shared<LentStore>(inviter, *store_));
-        },
-        *store_);
-    store_->set(std::string(kProcessKey) + std::to_string(facts_.rank), own_word());
-  }
+  bootstrap_.open();
 }
 
 Communicator::~Communicator() {
-  if (!invitation_.empty()) Invitations::instance().close(invitation_);
-  if (messages_ && !messages_->drain(kDestroyGrace)) {
+  bootstrap_.close();
+  if (!messages_.drain(kDestroyGrace)) {
     abort("group " + facts_.name + " was destroyed on rank " +
           std::to_string(facts_.global_rank()) + " with a send or receive under way");
   }
-  messages_.reset();
+  messages_.end();
   if (!progress_.drain(kDestroyGrace)) {
     abort("group " + facts_.name + " was destroyed on rank " +
           std::to_string(facts_.global_rank()) + " with an operation under way");
@@ -101,7 +102,7 @@ dpt_outcome Communicator::route(const dpt_request& request,
                                 void* done_context,
                                 uint64_t* recorded) {
   if (is_message(request.collective)) {
-    return submit_message(request, done, done_context, recorded);
+    return messages_.submit(request, done, done_context, recorded);
   }
   if (request.on_device != 0) return submit_device(request, recorded);
   std::unique_lock order(order_.mutex);
@@ -176,7 +177,7 @@ ChooseRequest Communicator::choose_request(const Operation& operation) const {
 }
 
 void Communicator::prepare(Pending& pending, bool in_caller) {
-  ensure_connected(wait_context(pending, in_caller), *store_);
+  bootstrap_.connect(wait_context(pending, in_caller));
   if (undecided(pending.operation)) {
     const WaitContext wait = wait_context(pending, in_caller);
     try {
@@ -195,51 +196,6 @@ void Communicator::prepare(Pending& pending, bool in_caller) {
     }
   }
   pending.plan = plan_for(pending.operation);
-}
-
-void Communicator::ensure_connected(const WaitContext& wait, Store& store) {
-  if (state_.is_connected()) return;
-  if (facts_.global_ranks.size() > 1) connect(wait, store);
-  state_.set_connected();
-}
-
-void Communicator::connect(WaitContext wait, Store& store) {
-  // There is no shared memory to notice a death by yet, but each rank left its mark in the store.
-  wait.check_peers = [this, &wait, &store] {
-    // Aborted or destroyed meanwhile: without a segment nothing else would end this wait.
-    if (const auto failure = state_.failure()) throw *failure;
-    for (size_t rank = 0; rank < facts_.global_ranks.size(); ++rank) {
-      const auto mark =
-          store.get(std::string(kProcessKey) + std::to_string(rank), std::chrono::milliseconds(1));
-      const std::string name = "rank " + std::to_string(facts_.global_ranks[rank]);
-      if (const auto pid = mark ? dead_process(*mark) : std::nullopt) {
-        throw Error(DPT_ERR_PEER_LOST,
-                    wait.describe() + ": " + name + " (pid " + *pid + ") died before it joined");
-      }
-      // Had it been asked to join, it would have by now.
-      const auto since = wait.deadline.elapsed();
-      if (mark && mark->ends_with(kLeftMark) && since > kLeavingTime + std::chrono::seconds(1)) {
-        throw Error(DPT_ERR_PEER_LOST,
-                    wait.describe() + ": " + name + kHasLeft + " before its first operation");
-      }
-    }
-  };
-  try {
-    connect_segment(wait, store);
-  } catch (const Error& error) {
-    state_.fail_operation(error, wait);
-  }
-}
-
-void Communicator::connect_segment(const WaitContext& wait, Store& store) {
-  Fabric& fabric = Fabric::instance();
-  PeerInfo self = fabric.self(facts_.global_rank());
-  self.max_chunk_bytes = fabric.offer_chunk_bytes(facts_.size(), facts_.staging_bytes);
-  self.fixed_chunk_bytes = env().chunk_bytes;
-  const Meeting meeting = meet(store, facts_.rank, facts_.global_ranks, self.serialize(), wait);
-  connect_transports(facts_, state_, meeting, wait, store);
-  if (!transports_.segment) return;
-  tuning_.agree(*transports_.segment, transports_.nodes.get(), transports_.oversubscribed, wait);
 }
 
 std::shared_ptr<Communicator::Pending> Communicator::make_pending(const dpt_request& request) {
@@ -402,6 +358,8 @@ void Communicator::run_and_wait(std::shared_ptr<Pending> pending) {
   }
   if (waiter->error) throw *waiter->error;
 }
+
+bool Communicator::retire() { return !delegation_.is_ahead() && bootstrap_.retire(); }
 
 void Communicator::abort(const std::string& reason) { state_.fail(DPT_ERR_ABORTED, reason); }
 

@@ -25,11 +25,12 @@
 #include "comm/calibration.hpp"
 #include "comm/delegation.hpp"
 #include "comm/flight_record.hpp"
+#include "comm/group_bootstrap.hpp"
 #include "comm/group_facts.hpp"
 #include "comm/group_state.hpp"
 #include "comm/known_delegated.hpp"
 #include "comm/lost_rank.hpp"
-#include "comm/point_to_point.hpp"
+#include "comm/messages.hpp"
 #include "comm/progress.hpp"
 #include "comm/statistics.hpp"
 #include "comm/submit_order.hpp"
@@ -58,14 +59,8 @@ class Communicator {
   // Instead of the destructor, where peers may yet need this rank to join; see NOTE [Retired
   // groups]. False: nobody does. The store and the delegate are not used after this.
   bool retire();
-  // How long it can be asked to join, once the program has left all of its groups.
-  static constexpr std::chrono::seconds kLeavingTime{2};
 
  private:
-  // How long an invited rank waits for the others. They have limits of their own, and whoever
-  // gives up first would end the group.
-  static constexpr std::chrono::milliseconds kInvitedLimit = kLongestWait;
-
   // A request with its own copy of the pointer arrays, so that it outlives the call.
   struct Pending {
     Operation operation;
@@ -89,10 +84,6 @@ class Communicator {
   bool undecided(const Operation& operation) const;
   Plan plan_for(const Operation& operation) const;
   ChooseRequest choose_request(const Operation& operation) const;
-  // `store` is the own one, or lent: NOTE [Lent store].
-  void connect(WaitContext wait, Store& store);
-  void ensure_connected(const WaitContext& wait, Store& store);
-  void connect_segment(const WaitContext& wait, Store& store);
   std::shared_ptr<Pending> make_pending(const dpt_request& request);
   WaitContext wait_context(const Pending& pending, bool interruptible);
   // Meets the ranks and tunes for the operation's size if that is still to be done, then settles
@@ -101,16 +92,6 @@ class Communicator {
   void run(const Pending& pending, bool in_caller);
   void enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context);
   void run_and_wait(std::shared_ptr<Pending> pending);
-  // Sends and receives, in communicator_messages.cpp; see NOTE [Invitations].
-  dpt_outcome submit_message(const dpt_request& request,
-                             dpt_done done,
-                             void* done_context,
-                             uint64_t* recorded);
-  std::string own_word() const;
-  // With `lent` instead of this rank's own store, unless it is nullptr.
-  void join_in_background(std::chrono::milliseconds limit, std::shared_ptr<Store> lent);
-  std::string join_for_messages(const dpt_request& request);
-  PointToPoint& messages();
   // Operations on GPUs, in communicator_device.cpp.
   struct DeviceState {
     int device;
@@ -158,6 +139,7 @@ class Communicator {
   bool is_device_broken() const;
   void check_segment(const dpt_request& request);
   void leave_devices();
+
   std::unique_ptr<Store> store_;
   const GroupFacts facts_;
   // The short way looks at these.
@@ -165,18 +147,14 @@ class Communicator {
   GroupState state_;
   const Transports& transports_;
   Delegation delegation_;
+  GroupBootstrap bootstrap_;
   KnownDelegated known_delegated_;  // guarded by order_
 
   GroupTuning tuning_;
   GroupTuning device_tuning_;  // once device_ is there
-  std::string invitation_;     // empty: this group needs none
-  std::atomic<bool> joining_{false};
-  std::unique_ptr<Store> no_store_;  // of a retired group
-  std::atomic<bool> retired_{false};
-  std::mutex messages_mutex_;               // guards messages_
-  std::unique_ptr<PointToPoint> messages_;  // made by the first send or receive
-  std::unique_ptr<DeviceState> device_;     // made by the first operation on a GPU
-  LostRank lost_;                           // of the watchdog's thread
+  Messages messages_;
+  std::unique_ptr<DeviceState> device_;  // made by the first operation on a GPU
+  LostRank lost_;                        // of the watchdog's thread
 
   Progress progress_;  // last: its thread uses everything above
 };

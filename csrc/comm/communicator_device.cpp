@@ -7,7 +7,6 @@
 #include "base/env.hpp"
 #include "base/log.hpp"
 #include "comm/communicator.hpp"
-#include "comm/connect_transports.hpp"
 #include "comm/device_bench.hpp"
 #include "comm/device_class.hpp"
 #include "comm/device_links.hpp"
@@ -264,7 +263,7 @@ void Communicator::settle_on_device(const dpt_request& request, size_t bytes) {
 void Communicator::join_devices(const dpt_request& request) {
   if (device_) return;
   run_in_turn(request, [&](const WaitContext& wait) {
-    ensure_connected(wait, *store_);
+    bootstrap_.connect(wait);
     refuse_without_descriptors(wait);
     auto state = std::make_unique<DeviceState>();
     state->device = request.device;
@@ -344,7 +343,7 @@ void Communicator::connect_devices(int device, const WaitContext& wait, DeviceSt
   const int num_sms = devices.shared ? devices.num_sms / here.size() : devices.num_sms;
   const int channels = offer_channels(num_sms, fabric.device_channels_used(), env().gpu_channels);
   const std::shared_ptr<staged::Between> between =
-      transports_.nodes ? connect_between(facts_, transports_, wait, *store_) : nullptr;
+      transports_.nodes ? bootstrap_.connect_between(wait) : nullptr;
   const auto connect = [&](bool peer_access) {
     DeviceGroup::Setup setup{facts_.rank,
                              facts_.global_ranks,
