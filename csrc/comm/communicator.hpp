@@ -28,6 +28,7 @@
 #include "comm/group_bootstrap.hpp"
 #include "comm/group_facts.hpp"
 #include "comm/group_state.hpp"
+#include "comm/host_collectives.hpp"
 #include "comm/known_delegated.hpp"
 #include "comm/lost_rank.hpp"
 #include "comm/messages.hpp"
@@ -61,37 +62,11 @@ class Communicator {
   bool retire();
 
  private:
-  // A request with its own copy of the pointer arrays, so that it outlives the call.
-  struct Pending {
-    Operation operation;
-    Plan plan;  // known once the group is connected
-    std::chrono::milliseconds timeout;
-    void* call;
-    uint64_t recorded;  // its number in the flight record
-    std::vector<const void*> inputs;
-    std::vector<void*> outputs;
-    std::vector<size_t> input_counts;
-    std::vector<size_t> output_counts;
-  };
-
   // `recorded`: receives the operation's number in the flight record, as soon as it has one.
   dpt_outcome route(const dpt_request& request,
                     dpt_done done,
                     void* done_context,
                     uint64_t* recorded);
-  std::string why_not_native(const Operation& operation) const;
-  // Whether the plan is still to be found together with the other ranks, in prepare.
-  bool undecided(const Operation& operation) const;
-  Plan plan_for(const Operation& operation) const;
-  ChooseRequest choose_request(const Operation& operation) const;
-  std::shared_ptr<Pending> make_pending(const dpt_request& request);
-  WaitContext wait_context(const Pending& pending, bool interruptible);
-  // Meets the ranks and tunes for the operation's size if that is still to be done, then settles
-  // pending.plan.
-  void prepare(Pending& pending, bool in_caller);
-  void run(const Pending& pending, bool in_caller);
-  void enqueue(std::shared_ptr<Pending> pending, dpt_done done, void* done_context);
-  void run_and_wait(std::shared_ptr<Pending> pending);
   // Operations on GPUs, in communicator_device.cpp.
   struct DeviceState {
     int device;
@@ -150,7 +125,7 @@ class Communicator {
   GroupBootstrap bootstrap_;
   KnownDelegated known_delegated_;  // guarded by order_
 
-  GroupTuning tuning_;
+  HostCollectives host_;
   GroupTuning device_tuning_;  // once device_ is there
   Messages messages_;
   std::unique_ptr<DeviceState> device_;  // made by the first operation on a GPU
