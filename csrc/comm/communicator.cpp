@@ -17,15 +17,14 @@ Communicator::Communicator(const dpt_comm_options& options,
     : store_(std::move(store)),
       facts_(options, delegate),
       state_(facts_),
-      transports_(state_.transports()),
       delegation_(facts_, state_, progress_),
       bootstrap_(facts_,
                  state_,
                  progress_,
                  *store_,
                  [this](const WaitContext& wait) { host_.agree(wait); }),
+      device_(options, {facts_, state_, order_, delegation_, bootstrap_, progress_}),
       host_(options, {facts_, state_, order_, delegation_, bootstrap_, progress_}),
-      device_tuning_(options, delegate),
       messages_(facts_, state_, delegation_, bootstrap_) {
   Fabric::instance();  // from here on a fork() is noticed
   bootstrap_.open();
@@ -44,7 +43,7 @@ Communicator::~Communicator() {
     progress_.drain(kDestroyGrace);
   }
   FlightRecord::instance().close_group(facts_.record_group);
-  leave_devices();
+  device_.leave();
   state_.leave();
 }
 
@@ -76,7 +75,7 @@ dpt_outcome Communicator::route(const dpt_request& request,
   if (is_message(request.collective)) {
     return messages_.submit(request, done, done_context, recorded);
   }
-  if (request.on_device != 0) return submit_device(request, recorded);
+  if (request.on_device != 0) return device_.submit(request, recorded);
   return host_.submit(request, done, done_context, recorded);
 }
 

@@ -1,11 +1,12 @@
 // The delegate's part in a group: operations that the stock backend carries out, and their order.
 //
 // NOTE [Order] The stock backend pairs collectives by the order in which each rank starts them.
-// What goes to the progress thread and is or may turn out to be the delegate's starts there later,
-// so whatever comes after it waits here. Sends and receives are paired by their tags.
+// An operation of the progress thread that may turn out to be the delegate's starts there later, so
+// whatever comes after it waits here. Sends and receives are paired by their tags.
 //
-// Locks: it has none of its own, and none needs to be held. Collectives are started after the
-// order of submission was left (comm/submit_order.hpp): the delegate may wait for other ranks.
+// Locks: it has none of its own. The order of submission (comm/submit_order.hpp) is not held when
+// an operation is started, as the delegate may wait for other ranks then. Thread safety: all
+// functions from any thread.
 #pragma once
 
 #include <atomic>

@@ -25,25 +25,21 @@ std::function<bool()> interrupted_by(const dpt_comm_options& options) {
   };
 }
 
-std::vector<int64_t> ranks_of(const dpt_comm_options& options) {
-  return {options.global_ranks, options.global_ranks + options.size};
-}
-
 }  // namespace
 
 GroupFacts::GroupFacts(const dpt_comm_options& options, const dpt_delegate& delegate)
-    : statistics(make_group_statistics(options.group_name)),
-      record_group(FlightRecord::instance().open_group(options.group_name, ranks_of(options))),
-      name(options.group_name),
+    : name(options.group_name),
       rank(options.rank),
-      global_ranks(ranks_of(options)),
+      global_ranks(options.global_ranks, options.global_ranks + options.size),
       native(options.native != 0),
       staging_bytes(options.staging_bytes),
       raise_errors(options.raise_errors != 0),
       forces_tuning(options.tune == DPT_TUNE_FORCE),
       explain(explain_by(options)),
       interrupted(interrupted_by(options)),
-      delegate(delegate) {
+      delegate(delegate),
+      statistics(make_group_statistics(name)),
+      record_group(FlightRecord::instance().open_group(name, global_ranks)) {
   if (options.rank < 0 || options.rank >= options.size) {
     throw Error(DPT_ERR_INVALID,
                 "group " + name + ": rank " + std::to_string(options.rank) + " is not one of its " +

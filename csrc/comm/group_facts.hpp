@@ -36,10 +36,6 @@ struct GroupFacts {
   // Begins the request in the flight record; returns its number there.
   uint64_t record(const dpt_request& request) const;
 
-  // The short way looks at these.
-  std::shared_ptr<GroupStatistics> statistics;
-  int record_group;  // its place in the flight record
-
   std::string name;
   int rank;
   std::vector<int64_t> global_ranks;
@@ -50,6 +46,9 @@ struct GroupFacts {
   std::function<std::string(const std::string& failure)> explain;  // empty: nobody can
   std::function<bool()> interrupted;                               // may be empty
   dpt_delegate delegate;
+  // The short way looks at these.
+  std::shared_ptr<GroupStatistics> statistics;
+  int record_group;  // its place in the flight record
 };
 
 }  // namespace dpt

@@ -1,13 +1,13 @@
 // The state of a group: whether its ranks have met, over what, and whether it has failed.
 //
-// Once an operation failed in a way that leaves the ranks out of step (a dead rank, a timeout,
-// Ctrl-C) the group is failed for good: every later call says so and why.
+// A failure that leaves the ranks out of step (a dead rank, a timeout, Ctrl-C) ends the group for
+// good: every later call says so and why.
 //
 // Locks: `mutex_` guards the failure, and the replacement of the transports' segment and nodes,
-// which `fail` aborts under it. No other lock of the communicator is taken inside. The rest of the
-// transports is written by the one thread that connects the group, before `set_connected`, and
-// read by who has seen `is_connected`. Thread safety: all functions from any thread, but `leave` by
-// the last one, `connecting` and the three that set something by the one that connects.
+// which `fail` aborts under it. No other lock of the communicator is taken inside. One thread
+// connects the group: it alone writes the rest of the transports, before `set_connected`. The
+// others read them once they have seen `is_connected`, or in the group's turn (comm/progress.hpp).
+// Thread safety: all functions from any thread, but `leave` by the last one.
 #pragma once
 
 #include <atomic>

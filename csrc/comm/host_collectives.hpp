@@ -2,8 +2,8 @@
 // or on the group's progress thread.
 //
 // Locks: `submit` takes the order of submission, and holds it until the operation has its place in
-// the queue, or has ended where the caller waits for it. What runs in the group's turn
-// (comm/progress.hpp) needs no lock: nothing else runs then.
+// the queue. If the caller waits, it holds it until the operation has ended. Whatever runs in
+// the group's turn (comm/progress.hpp) needs no lock: nothing else runs then.
 #pragma once
 
 #include <chrono>

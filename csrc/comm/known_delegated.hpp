@@ -8,7 +8,7 @@
 // begin_known, starts the delegate itself and is done. The functions on it are marked hot, which
 // lays them side by side, and all that can be found out before is kept here: 1 us with that fake.
 //
-// Thread safety: none; the communicator's submit_mutex_ guards it.
+// Thread safety: none; the order of submission guards it (comm/submit_order.hpp).
 #pragma once
 
 #include <algorithm>

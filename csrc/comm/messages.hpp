@@ -1,7 +1,8 @@
 // Sends and receives of a group: the ranks join for them without a collective, and one engine
 // carries them out (comm/point_to_point.hpp).
 //
-// Locks: `mutex_` guards the making of the engine, and no other lock is taken inside. Thread
+// Locks: `mutex_` guards the making of the engine, and no other lock of the communicator is taken
+// inside. Messages don't take the order of submission: they never wait for collectives. Thread
 // safety: `submit` from any thread, `drain` and `end` when nobody submits any more.
 #pragma once
 

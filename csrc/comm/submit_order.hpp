@@ -1,9 +1,9 @@
 // The order in which a group's collectives are submitted: the same on every rank.
 //
-// Locks: `mutex` is held by whoever submits a collective, from when it is looked at until it has
-// its place; in a synchronous one until that has ended. It is the outermost lock of the
-// communicator: a group's state, messages and progress thread are locked inside it, never the
-// other way round.
+// Locks: whoever submits a collective holds `mutex` until that has its place in the queue. If the
+// caller waits, it is held until the operation has ended. It is the outermost lock of the
+// communicator: the group's state and its progress are locked inside it, never the other way
+// round. It is left before the delegate is started.
 #pragma once
 
 #include <cstdint>
