@@ -11,7 +11,6 @@ So this comes by name alone, and an Accelerator that clips before it ends it.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -63,7 +62,8 @@ class _Loop:
             return 1
         steps: int = accelerator.gradient_state.num_steps
         is_new = accelerator.step % steps == 0
-        return max(1, min(steps, _most_ahead(shard, number))) if is_new else 1
+        most = _most_ahead(shard, number)
+        return max(1, steps if most is None else min(steps, most)) if is_new else 1
 
     def expect(self, batches: list[Any]) -> None:
         """All micro-batches of a step are there."""
@@ -117,17 +117,20 @@ def _fetched(shard: Any, source: Iterator[Any], most: int) -> Iterator[tuple[Any
             return
 
 
-def _most_ahead(shard: Any, number: int) -> float:
-    """How many batches may be fetched at once, so that nobody can tell when they are loaded."""
+def _most_ahead(shard: Any, number: int) -> int | None:
+    """How many batches may be fetched at once, so that nobody can tell when they are loaded.
+
+    None: any number.
+    """
     loader = shard.base_dataloader
     if getattr(shard, "use_stateful_dataloader", False) or loader.batch_sampler is None:
         return 1
     parts = loader.batch_sampler, loader.dataset, loader.collate_fn
     # Processes of its own load ahead in any case.
     if loader.num_workers > 0 or early_batches.keep_to_themselves(*parts):
-        return math.inf
+        return None
     if early_batches.keep_to_themselves(*parts, may_share=True):
-        return len(loader.batch_sampler) - shard.skip_batches - number - 1
+        return int(len(loader.batch_sampler) - shard.skip_batches - number - 1)
     return 1
 
 
