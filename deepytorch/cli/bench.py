@@ -379,8 +379,8 @@ def compile_line(row: "Record") -> str:
 
 def _phases(seconds: Mapping[str, float]) -> str:
     """Say what the warm-up's seconds went into; nothing if that is not known."""
-    longest = sorted(seconds.items(), key=lambda one: -one[1])
-    shown = ", ".join(f"{name} {one:.1f} s" for name, one in longest if one >= 0.1)
+    longest = sorted(seconds.items(), key=lambda phase: -phase[1])
+    shown = ", ".join(f"{name} {phase_s:.1f} s" for name, phase_s in longest if phase_s >= 0.1)
     return f"; warm-up was {shown}" if shown else ""
 
 

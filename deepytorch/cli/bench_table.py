@@ -122,12 +122,14 @@ def handed_on(rows: Sequence["Record"]) -> list[str]:
     for row in rows:
         stock = "nccl" if row["device"] == "cuda" else "gloo"
         plans = row["tuned"] if row["algorithm"] == "delegate" else ()
-        for plan in (one for one in plans if one["candidates"]):
+        for plan in (entry for entry in plans if entry["candidates"]):
             best: dict[str, float] = {}
-            for one in plan["candidates"]:
-                name = stock if one["algorithm"] == "delegate" else str(one["algorithm"])
-                name += f" with {one['delegated']}% {stock}" if one["delegated"] else ""
-                best[name] = min(one["median_us"], best.get(name, one["median_us"]))
+            for candidate in plan["candidates"]:
+                name = (
+                    stock if candidate["algorithm"] == "delegate" else str(candidate["algorithm"])
+                )
+                name += f" with {candidate['delegated']}% {stock}" if candidate["delegated"] else ""
+                best[name] = min(candidate["median_us"], best.get(name, candidate["median_us"]))
             times = ", ".join(f"{name} {time_us:.1f} us" for name, time_us in best.items())
             size = f"{format_size(row['bytes'])} {row['dtype']}"
             lines.append(f"{row['op']} {size} is handed on to {stock}, {plan['source']}: {times}")

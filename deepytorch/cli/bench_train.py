@@ -173,7 +173,7 @@ def train(
         from deepytorch.workloads.headline import page
 
         rows = provenance.read_records(json)
-        page.write([one for one in rows if one.get("bench") == "workload"], report)
+        page.write([record for record in rows if record.get("bench") == "workload"], report)
         console.err().print(f"written: {report}")
     for line in shown:
         console.out().print(line, soft_wrap=True)

@@ -34,7 +34,7 @@ def check() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         checks = _checks(launcher.num_gpus(), folder)
-        failed = [one for one in checks if not _passes(one)]
+        failed = [command for command in checks if not _passes(command)]
     if failed:
         raise typer.Exit(1)
     out.print("all is well: this machine trains to the same losses with deepytorch as without")

@@ -75,7 +75,9 @@ def doctor(
             for finding in findings:
                 _show(finding)
     if json:
-        sys.stdout.write(encoder.dumps([one.to_dict() for one in findings], indent=1) + "\n")
+        sys.stdout.write(
+            encoder.dumps([finding.to_dict() for finding in findings], indent=1) + "\n"
+        )
     else:
         _sum_up(findings)
     if any(finding.state == "fail" for finding in findings):
@@ -136,6 +138,6 @@ def _show(finding: Finding) -> Finding:
 
 
 def _sum_up(findings: Sequence[Finding]) -> None:
-    counts = {state: sum(one.state == state for one in findings) for state in _STYLES}
+    counts = {state: sum(finding.state == state for finding in findings) for state in _STYLES}
     text = f"{counts['okay']} okay, {counts['warn']} to improve, {counts['fail']} broken"
     console.out().print(f"\n{text}, {counts['not here']} not here")

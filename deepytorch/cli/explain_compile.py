@@ -50,7 +50,7 @@ def lines(entry: dict[str, Any]) -> list[str]:
     shown += [f"  graph break: {line}" for line in entry.get("graph_breaks", [])]
     if "compile_s" in entry:
         shown.append(f"  compiling took {entry['compile_s']:.1f} s")
-    phases = [f"{name} {one:.1f} s" for name, one in entry.get("trial_s", {}).items()]
+    phases = [f"{name} {phase_s:.1f} s" for name, phase_s in entry.get("trial_s", {}).items()]
     if phases:
         shown.append(f"  until it was decided, training steps included: {', '.join(phases)}")
     return shown

@@ -99,13 +99,13 @@ def show(*, json: bool) -> None:
 
     missing = _import(awaited())
     now = replaced()
-    known = {(one.owner, one.name) for one in now}
+    known = {(patch.owner, patch.name) for patch in now}
     found = {
         "replaced as soon as it is imported": now,
         "replaced with the first model that needs it": [
-            Replaced(*one) for one in LATER if one[:2] not in known
+            Replaced(*patch) for patch in LATER if patch[:2] not in known
         ],
-        "hooks": [Replaced(*one) for one in HOOKS],
+        "hooks": [Replaced(*hook) for hook in HOOKS],
     }
     if json:
         plain = {title: list(map(dataclasses.asdict, rows)) for title, rows in found.items()}
@@ -113,8 +113,8 @@ def show(*, json: bool) -> None:
         return
     for title, rows in found.items():
         _print(f"{title}:" if rows else f"{title}: nothing")
-        for one in rows:
-            _print(f"  {one.owner}.{one.name}: {one.why}; as stock with {one.option}")
+        for row in rows:
+            _print(f"  {row.owner}.{row.name}: {row.why}; as stock with {row.option}")
     if missing:
         _print(f"not installed, so nothing is replaced there: {', '.join(missing)}")
 

@@ -61,7 +61,7 @@ class _Case:
         """Ranks of other nodes of which nothing is known."""
         from deepytorch_core.hang import evidence
 
-        known = {one.rank for one in self.ranks if one.process != evidence.MISSING}
+        known = {rank.rank for rank in self.ranks if rank.process != evidence.MISSING}
         return [rank for rank in self.elsewhere if rank not in known]
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _look_at(jobs: list[Any]) -> list[_Case]:
     from deepytorch_core.hang import verdict
 
     time.sleep(_BETWEEN_LOOKS_S)
-    cases = [_look(one) for one in jobs]
+    cases = [_look(job) for job in jobs]
     return sorted(cases, key=lambda case: case.verdict.kind == verdict.NO_HANG)
 
 
@@ -104,8 +104,8 @@ def _look(job: Any) -> _Case:
     """The verdict of a second look: of what moved in between nothing is said."""
     from deepytorch_core.hang import collect, inquiry, verdict
 
-    pids = [one.pid for one in job.records]
-    earlier = {one.pid: one for one in job.records}
+    pids = [record.pid for record in job.records]
+    earlier = {record.pid: record for record in job.records}
     elsewhere = job.elsewhere()
     answer = inquiry.ask(pids) if elsewhere else inquiry.EvidenceReply()
     records = _again(job)
@@ -122,7 +122,9 @@ def _look(job: Any) -> _Case:
             sentence = f"no hang: of {len(ranks)} ranks those that wait go on after a moment"
             found = verdict.Verdict(verdict.NO_HANG, sentence)
     moved = [
-        one.rank for one in records if one.pid in earlier and one.begun != earlier[one.pid].begun
+        record.rank
+        for record in records
+        if record.pid in earlier and record.begun != earlier[record.pid].begun
     ]
     if found.kind == verdict.NO_HANG and moved:
         found = dataclasses.replace(
@@ -135,7 +137,7 @@ def _again(job: Any) -> Any:
     """The job's flight records as they are now."""
     from deepytorch_core.hang import collect
 
-    again = collect.jobs([one.pid for one in job.records], name=job.name)
+    again = collect.jobs([record.pid for record in job.records], name=job.name)
     return again[0].records if again else job.records
 
 

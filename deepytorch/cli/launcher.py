@@ -26,9 +26,11 @@ class LauncherCommand(help.Command):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = [one for one in self.params if one.param_type_name == "option"]
-        flags = {name for one in options if getattr(one, "is_flag", False) for name in one.opts}
-        own = {name for one in options for name in one.opts}
+        options = [parameter for parameter in self.params if parameter.param_type_name == "option"]
+        flags = {
+            name for option in options if getattr(option, "is_flag", False) for name in option.opts
+        }
+        own = {name for option in options for name in option.opts}
         return super().parse_args(ctx, joined(args, flags | {"--help"}, own - flags))
 
 
@@ -116,7 +118,7 @@ def _check_names(arguments: Sequence[str], parser: ArgumentParser, own: Sequence
     words = list(arguments)
     while words and words[0].startswith("-") and words[0] != "--":
         name, is_joined, _ = words.pop(0).partition("=")
-        found = [one for one in takes_value if one == name or one.startswith(name)]
+        found = [option for option in takes_value if option == name or option.startswith(name)]
         if name.startswith("--") and not found:
             close = difflib.get_close_matches(name.replace("_", "-"), [*takes_value, *own], n=1)
             hint = f"did you mean {close[0]}?" if close else "torchrun --help lists its options"

@@ -205,8 +205,11 @@ def show_saved(path: Path) -> None:
         for gpu in used.get("devices", ())
     ]
     loaders = [
-        (f"{one['num_workers']} workers", f"{one['waited_s']:.2f} s of {one['elapsed_s']:.2f} s")
-        for one in saved.loaders
+        (
+            f"{loader['num_workers']} workers",
+            f"{loader['waited_s']:.2f} s of {loader['elapsed_s']:.2f} s",
+        )
+        for loader in saved.loaders
     ]
     for title, rows in (
         ("memory, at most at once", memory),

@@ -86,7 +86,7 @@ def run(
         arguments,
         command="deepytorch run",
         default_processes=default,
-        own=[name for one in context.command.params for name in one.opts],
+        own=[name for parameter in context.command.params for name in parameter.opts],
     )
     launcher.check_script(context, options)
     if report is not None:

@@ -159,8 +159,8 @@ def _write_keys(formatter: Any, recipe: str) -> None:
         with formatter.section(title.capitalize()):
             formatter.write_dl(
                 [
-                    (one.name, f"{one.meaning}  ({one.kind})  [{one.default}]".strip())
-                    for one in keys
+                    (key.name, f"{key.meaning}  ({key.kind})  [{key.default}]".strip())
+                    for key in keys
                 ]
             )
 

@@ -148,12 +148,12 @@ def measure(job: CompileJob, process: int, store: Store, emit: worker.Emit) -> N
         share["times"] = _in_turns(job, arm, process, store)
     share["peak_gib"] = _peak_gib(device)
     share["samples"] = arm.workload.samples
-    share["parameters"] = sum(one.numel() for one in arm.model.parameters())
+    share["parameters"] = sum(parameter.numel() for parameter in arm.model.parameters())
     store.set(f"share {process}", json.dumps(share))
     if process == OURS:
         keys = [f"share {number}" for number in range(len(ARMS))]
         store.wait(keys, limit)
-        emit({"record": record_of(job, [json.loads(one) for one in store.multi_get(keys)])})
+        emit({"record": record_of(job, [json.loads(value) for value in store.multi_get(keys)])})
     wait(f"share {OURS}")
 
 
@@ -197,8 +197,10 @@ def _warm_up(job: CompileJob, arm: CompileArm, process: int) -> dict[str, Any]:
     if found is not None:
         from deepytorch_core.base import decisions
 
-        made = [dict(one) for one in decisions.made()]
-        phases = {name: round(one.seconds - one.steps * steady, 2) for name, one in spent.items()}
+        made = [dict(decision) for decision in decisions.made()]
+        phases = {
+            name: round(phase.seconds - phase.steps * steady, 2) for name, phase in spent.items()
+        }
     return {
         "warmup_s": max(0.0, taken - number * steady),
         "warmup_phases_s": phases,
@@ -213,7 +215,11 @@ def _steady(blocks: list[float], spent: dict[str, Spent]) -> float:
     Thousands of steps pass while helpers compile; what a block of a few is slower by chance would
     be taken off the warm-up as many times.
     """
-    long = [one.seconds / one.steps for one in spent.values() if one.steps >= STEPS_OF_LONG_PHASE]
+    long = [
+        phase.seconds / phase.steps
+        for phase in spent.values()
+        if phase.steps >= STEPS_OF_LONG_PHASE
+    ]
     return min(blocks + long)
 
 
@@ -248,7 +254,7 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
     def against_eager(share: dict[str, Any]) -> tuple[float, list[float]]:
         ratios = [a / b for a, b in zip(eager["times"], share["times"], strict=True)]
         middle = guard.median(ratios)
-        return round(middle, 3), [round(one, 3) for one in timing.quartiles(ratios)]
+        return round(middle, 3), [round(quartile, 3) for quartile in timing.quartiles(ratios)]
 
     def per_s(share: dict[str, Any]) -> float:
         return float(round(share["samples"] / guard.median(share["times"]), 2))
@@ -287,9 +293,11 @@ def record_of(job: CompileJob, shares: Sequence[dict[str, Any]]) -> Record:
         "stock_peak_gib": round(eager["peak_gib"], 3),
         "ours_peak_gib": round(ours["peak_gib"], 3),
         "plain_peak_gib": round(plain["peak_gib"], 3),
-        "kept": ", ".join(one["chosen"] for one in decisions) or "undecided",
-        "reason": "; ".join(one["reason"] for one in decisions),
-        "dropped": {name: why for one in decisions for name, why in one.get("dropped", {}).items()},
+        "kept": ", ".join(decision["chosen"] for decision in decisions) or "undecided",
+        "reason": "; ".join(decision["reason"] for decision in decisions),
+        "dropped": {
+            name: why for decision in decisions for name, why in decision.get("dropped", {}).items()
+        },
         "warmup_s": round(ours["warmup_s"], 2),
         "plain_warmup_s": round(plain["warmup_s"], 2),
         "warmup_steps": ours["warmup_steps"],

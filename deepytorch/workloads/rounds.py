@@ -64,10 +64,10 @@ def record(job: TrainJob, found: Sequence[Record]) -> Record:
     blocks: list[list[list[float]]] = [[], []]
     calls: dict[str, int] = {}
     difference = 0.0
-    for one in found:
-        for arm, more in zip(blocks, blocks_of(one), strict=True):
+    for round_record in found:
+        for arm, more in zip(blocks, blocks_of(round_record), strict=True):
             arm += more
-        ours, baseline = one["shares"]
+        ours, baseline = round_record["shares"]
         for a, b in zip(ours, baseline, strict=True):
             difference = max(difference, ddp.loss_difference(a["losses"], b["losses"]))
         for share in ours:
@@ -86,13 +86,20 @@ def record(job: TrainJob, found: Sequence[Record]) -> Record:
         "world_size": job.world_size,
         "device": job.device,
         "adapter_us": round(
-            max(share["adapter_us"] for one in found for share in one["shares"][timing.OURS]), 1
+            max(
+                share["adapter_us"]
+                for round_record in found
+                for share in round_record["shares"][timing.OURS]
+            ),
+            1,
         ),
         "native_calls": sum(calls.values()) - calls.get("delegate", 0),
         "delegated_calls": calls.get("delegate", 0),
         "steps": sum(len(block) for block in blocks[timing.OURS]),
         "num_blocks": comparison.num_blocks,
-        "round_speedups": [round(timing.compare(blocks_of(one)).speedup, 3) for one in found],
+        "round_speedups": [
+            round(timing.compare(blocks_of(round_record)).speedup, 3) for round_record in found
+        ],
         "step_time_us": round(comparison.time_us, 1),
         "baseline": job.baseline,
         "baseline_step_time_us": round(comparison.baseline_time_us, 1),

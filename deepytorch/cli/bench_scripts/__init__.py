@@ -102,9 +102,9 @@ def run(
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.compare import script_records
 
-    absent = {one.name: why for one, why in runs.left_out(rows, checkouts)}
+    absent = {script.name: why for script, why in runs.left_out(rows, checkouts)}
     tell_left_out(absent)
-    able = [one for one in rows if one.name not in absent]
+    able = [script for script in rows if script.name not in absent]
     if not able:
         raise BenchError(f"no script can run: --checkouts {checkouts} has what is named above")
     records: list[Record] = []

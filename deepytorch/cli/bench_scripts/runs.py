@@ -55,7 +55,7 @@ def parse_seconds(text: str) -> tuple[float, float, float]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if len(found) not in (1, 3) or not all(0 < one < math.inf for one in found):
+    if len(found) not in (1, 3) or not all(0 < seconds < math.inf for seconds in found):
         raise BenchError(
             f"--seconds {text}: expected seconds of stock's run, of our first and of our second, "
             "such as 60,150,60, or one number for all"
@@ -114,18 +114,22 @@ def measure(
             remarks.append(f"{NUDGED}: {error}")
     commit = provenance.commit_of(script.path, checkout, is_top=True)
     # The scratch folder goes, with all that a script makes there.
-    left = tuple(one for one in dict.fromkeys(remarks) if str(scratch) not in one)
+    left = tuple(remark for remark in dict.fromkeys(remarks) if str(scratch) not in remark)
     return ScriptRow(script, size, commit, tuple(samples), left)
 
 
 def common(samples: Sequence[Sample]) -> list[Sample]:
     """Cut the losses of runs down to the steps that all of them took."""
-    steps = min(COMPARED_STEPS, *(one.steps for one in samples))
+    steps = min(COMPARED_STEPS, *(sample.steps for sample in samples))
     return [
         dataclasses.replace(
-            one, steps=steps, losses=one.losses[:steps], draws=one.draws[:steps], is_complete=True
+            sample,
+            steps=steps,
+            losses=sample.losses[:steps],
+            draws=sample.draws[:steps],
+            is_complete=True,
         )
-        for one in samples
+        for sample in samples
     ]
 
 

@@ -191,9 +191,9 @@ def _has_gpu() -> bool:
 def nudged_arm(arms: Sequence[str], samples: Sequence[result.Sample]) -> Arm | None:
     """The run that tells whether one of `arms` is off by chance; None where that is no question."""
     found = [result.judge(samples, arm).losses for arm in arms]
-    if not any(one.is_by_size for one in found):
+    if not any(agreement.is_by_size for agreement in found):
         return None
-    is_redrawn = any(one.drawn_from is not None for one in found)
+    is_redrawn = any(agreement.drawn_from is not None for agreement in found)
     return dataclasses.replace(
         ARMS[result.STOCK], name=result.NUDGED, is_nudged=True, is_redrawn=is_redrawn
     )

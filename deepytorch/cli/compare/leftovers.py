@@ -15,7 +15,11 @@ _MOST_FOLDERS = 3
 def remarks(sample: Sample) -> list[str]:
     """About a run that is over and cleared: which checkpoints were not kept, and what stays."""
     redirected = Counter(os.path.dirname(path) for path in sample.redirected)
-    left = [one for one in sample.made_folders if os.path.isdir(one) and "/.cache/" not in one]
+    left = [
+        folder
+        for folder in sample.made_folders
+        if os.path.isdir(folder) and "/.cache/" not in folder
+    ]
     found = []
     if left:
         found.append(f"the script also made {_some(left)}, and left files there")

@@ -34,7 +34,7 @@ def findings(
     main, *others = verdicts
     stock = [sample for sample in samples if sample.arm == result.STOCK]
     stock_s = statistics.median(sample.step_s for sample in stock)
-    ours_s = statistics.median(one.step_s for one in samples if one.arm == main.arm)
+    ours_s = statistics.median(sample.step_s for sample in samples if sample.arm == main.arm)
     device = f"{job.world_size} process{'es' if job.world_size > 1 else ''}, {stock[0].device}"
     rows = [
         ("speed-up", headline(main)),
@@ -69,16 +69,16 @@ def findings(
 def undecided(ours: Sample) -> list[str]:
     """Say what the steps were too few for: the times are not those of a whole training."""
     lines = []
-    for one in ours.undecided:
+    for trial in ours.undecided:
         # The timed steps follow a fifth of all. Most of them are to come after the decision.
-        enough = -(-2 * one["after_steps"] // 100) * 100
-        if one["is_begun"]:
+        enough = -(-2 * trial["after_steps"] // 100) * 100
+        if trial["is_begun"]:
             state = "was still being tried, in turns with eager steps, when the steps were over"
         else:
             state = "had not begun: a run must last long enough to earn it back"
         lines.append(
-            f"{one['what']} {state}, so the step times don't show what it gives: --steps {enough} "
-            "do, DEEPYTORCH_COMPILE=off leaves it out"
+            f"{trial['what']} {state}, so the step times don't show what it gives: "
+            f"--steps {enough} do, DEEPYTORCH_COMPILE=off leaves it out"
         )
     return lines
 
@@ -131,12 +131,14 @@ def _busy(samples: Sequence[Sample], arm: str) -> str | None:
     """How much of a step the GPU works; None where the runs were not profiled on one."""
     said = []
     for name in (result.STOCK, arm):
-        clocks = [one.clock for one in samples if one.arm == name and one.clock is not None]
-        known = [one for one in clocks if one["busy_share"] is not None]
+        clocks = [
+            sample.clock for sample in samples if sample.arm == name and sample.clock is not None
+        ]
+        known = [clock for clock in clocks if clock["busy_share"] is not None]
         if not known:
             return None
-        share = statistics.median(one["busy_share"] for one in known)
-        kernels = statistics.median(one["kernels_per_step"] for one in known)
+        share = statistics.median(clock["busy_share"] for clock in known)
+        kernels = statistics.median(clock["kernels_per_step"] for clock in known)
         said.append(f"works in {share:.0%} of a step {name}, of {kernels:.0f} kernels")
     return f"{'; '.join(said)}; else it waits for launches, for data or for other ranks"
 

@@ -93,5 +93,5 @@ def _measured(found: Topology) -> Topology:
         why = facts.error or facts.cuda_error or "torch sees fewer than two GPUs"
         raise RuntimeError(f"copies were not measured: {why}; see deepytorch doctor")
     names = {device.index: device.uuid for device in facts.devices}
-    rates = {(names[one.source], names[one.target]): one.direct_gbps for one in facts.pairs}
+    rates = {(names[pair.source], names[pair.target]): pair.direct_gbps for pair in facts.pairs}
     return machine_map.with_measured(found, rates)

@@ -33,7 +33,7 @@ def picture(topology: Topology, width: int, *, boxes: bool = True) -> Renderable
     if len(topology.gpus) > 1:
         found = machine_map.links(topology)
         parts += [Text("links between GPUs", style="bold"), _matrix(topology.gpus)]
-        parts += [_legend(one, len(topology.gpus)) for one in found]
+        parts += [_legend(kind, len(topology.gpus)) for kind in found]
     elif not topology.gpus and topology.gpu_note:
         parts.append(Text(f"no GPUs: {topology.gpu_note}", style=_DIM))
     return Group(*parts)

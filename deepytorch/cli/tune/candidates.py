@@ -48,7 +48,7 @@ class Candidates:
     @property
     def sees_losses(self) -> bool:
         """Whether the script's loss was seen, and so is compared."""
-        return any(loss is not None for one in self._defaults for loss in one.losses)
+        return any(loss is not None for sample in self._defaults for loss in sample.losses)
 
     def explore(self, least_steps: int) -> Sample:
         """The first run, with the defaults. A script that ends earlier shortens all that follow.

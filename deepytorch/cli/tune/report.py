@@ -75,7 +75,7 @@ def show(outcome: Outcome, files: Sequence[tuple[str, str]]) -> None:
 
 
 def _table(outcome: Outcome) -> Table:
-    default_s = next(one.median_s for one in outcome.trials if one.setting == DEFAULTS)
+    default_s = next(trial.median_s for trial in outcome.trials if trial.setting == DEFAULTS)
     table = Table(title="\nwhat was tried", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("setting", overflow="fold")
     table.add_column("layers")
@@ -111,8 +111,9 @@ def _findings(outcome: Outcome) -> list[tuple[str, str]]:
     rows = []
     if repeated is not None and (medians := repeated.medians_ms):
         times = [
-            f"{median_ms:.2f} ms with {in_words(one) if one != DEFAULTS else 'the defaults'}"
-            for one, median_ms in medians.items()
+            f"{median_ms:.2f} ms with "
+            f"{in_words(setting) if setting != DEFAULTS else 'the defaults'}"
+            for setting, median_ms in medians.items()
         ]
         counts = {len(trials) for trials in repeated.trials.values() if trials}
         jobs = f"{'up to ' if len(counts) > 1 else ''}{max(counts)}"

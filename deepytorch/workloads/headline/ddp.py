@@ -128,8 +128,8 @@ def compare(job: VisionJob, *, rounds: int, say: run.Say) -> list[Record]:
 def _record(job: VisionJob, samples: dict[str, list[Record]], arm: str) -> Record:
     plain, ours = samples[headline.PLAIN], samples[arm]
     speedup, *spread = run.ratio(samples, headline.PLAIN, arm)
-    losses = {one: _finite(samples[one][0]["losses"]) for one in (headline.PLAIN, arm)}
-    difference = run.loss_difference({one: {"losses": curve} for one, curve in losses.items()})
+    losses = {name: _finite(samples[name][0]["losses"]) for name in (headline.PLAIN, arm)}
+    difference = run.loss_difference({name: {"losses": curve} for name, curve in losses.items()})
     first = ours[0]
     is_narrow = job.precision == "bf16" or arm in COMPRESSED_PARTS
     same = ("baseline_settings", "machine", "versions", "commit")
@@ -168,7 +168,7 @@ def _record(job: VisionJob, samples: dict[str, list[Record]], arm: str) -> Recor
 
 def _times(job: VisionJob, found: list[Record], arm: str) -> dict[str, Any]:
     """The percentiles over the steps of all rounds; their fields' names begin with `arm`."""
-    times = percentiles([time for one in found for time in one["step_time_us"]])
+    times = percentiles([time for record in found for time in record["step_time_us"]])
     return {
         f"{arm}step_time_us": {name: round(time, 1) for name, time in times.items()},
         f"{arm}samples_per_s": {

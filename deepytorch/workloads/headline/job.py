@@ -132,7 +132,7 @@ def lengths(kind: str, number: int, longest: int, *, seed: int = 0) -> list[int]
         return [chance.randint(1, longest) for _ in range(number)]
     median = 150 / 1024 * longest
     drawn = [round(median * math.exp(chance.gauss(0, 0.9))) for _ in range(number)]
-    return [min(max(one, 4), longest) for one in drawn]
+    return [min(max(length, 4), longest) for length in drawn]
 
 
 def layers_that_fit(

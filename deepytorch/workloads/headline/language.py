@@ -39,14 +39,14 @@ def build(job: ArmJob, device: torch.device, group: dist.ProcessGroup | None = N
         for layer in _layers(model):
             layer.compile(dynamic=True)
     numbers: Any = range(_NUM_BATCHES)
-    loader: DataLoader[Any] = DataLoader(numbers, collate_fn=lambda one: _batch(job, *one))
+    loader: DataLoader[Any] = DataLoader(numbers, collate_fn=lambda samples: _batch(job, *samples))
     if row.zero_stage:
         step = _deepspeed_step(job, model)
     else:
         step = _torch_step(job, model, device, [loader] if ours else [], group)
     if ours and row.zero_stage != 3:
         deepytorch.compile(model, is_patient=False)
-    batches = [{name: one.to(device) for name, one in batch.items()} for batch in loader]
+    batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in loader]
     if job.arm == "tuned-flatten":
         batches = [_flattened(batch) for batch in batches]
 
@@ -55,7 +55,9 @@ def build(job: ArmJob, device: torch.device, group: dist.ProcessGroup | None = N
         return loss
 
     units = [_num_tokens(batch) for batch in batches]
-    parameters = sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())
+    parameters = sum(
+        getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()
+    )
     return Trained(model, train, units, int(parameters))
 
 
@@ -95,7 +97,7 @@ def _dtype(job: ArmJob) -> torch.dtype:
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     (longest,) = sorted(
-        (one for one in model.modules() if isinstance(one, nn.ModuleList)), key=len
+        (module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len
     )[-1:]
     return list(longest)
 

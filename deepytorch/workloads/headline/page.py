@@ -29,8 +29,8 @@ def write(records: Sequence[Record], path: Path) -> None:
     """Write the table of `records`, the latest of each case, in the format that the name says."""
     check(path)
     latest = {
-        (*(one[name] for name in _CASE), str(one["emulated"]), one.get("together")): one
-        for one in records
+        (*(record[name] for name in _CASE), str(record["emulated"]), record.get("together")): record
+        for record in records
     }
     shown = list(latest.values())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -170,16 +170,16 @@ def _gib(gigabytes: float) -> float:
 
 
 def _arm(found: Sequence[Record]) -> dict[str, Any]:
-    times = [time for one in found for time in one["step_time_us"]]
-    units = sum(one["units"] for one in found)
+    times = [time for record in found for time in record["step_time_us"]]
+    units = sum(record["units"] for record in found)
     return {
         "step_time_us": round(statistics.median(times), 1),
-        "samples_us": [one["step_time_us"] for one in found],
+        "samples_us": [record["step_time_us"] for record in found],
         "units_per_s": round(units / (sum(times) / 1e6), 1),
-        "peak_memory_gb": max(one["peak_memory_gb"] for one in found),
-        "warmup_memory_gb": max(one["warmup_memory_gb"] for one in found),
-        "warmup_s": max(one["warmup_s"] for one in found),
-        "warmup_steps": max(one["warmup_steps"] for one in found),
+        "peak_memory_gb": max(record["peak_memory_gb"] for record in found),
+        "warmup_memory_gb": max(record["warmup_memory_gb"] for record in found),
+        "warmup_s": max(record["warmup_s"] for record in found),
+        "warmup_steps": max(record["warmup_steps"] for record in found),
         # JSON has no word for what is no number.
         "losses": [loss if math.isfinite(loss) else None for loss in found[0]["losses"]],
         "native_calls": found[0]["native_calls"],

@@ -74,7 +74,10 @@ def measure(job: TogetherJob, rank: int, store: Store, emit: worker.Emit) -> Non
         return
     for index, name in enumerate(ARMS):
         times = [step_us for block in blocks[index] for step_us in block]
-        of_arm = [{**one, "losses": one["losses"][index], "times_us": times} for one in shares]
+        of_arm = [
+            {**rank_share, "losses": rank_share["losses"][index], "times_us": times}
+            for rank_share in shares
+        ]
         found = record(job, arms[index].trained, first, of_arm)
         if name == headline.PLAIN:  # what is counted is ours'
             found |= {"native_calls": 0, "delegated_calls": 0, "decisions": [], "choices": {}}

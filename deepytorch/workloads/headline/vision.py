@@ -77,7 +77,7 @@ def build(job: ArmRun, device: torch.device, group: dist.ProcessGroup | None = N
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    parameters = sum(one.numel() for one in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return Trained(model, train, [job.micro_batch] * NUM_BATCHES, parameters)
 
 
@@ -160,12 +160,12 @@ def _cross_entropy(model: Any, batch: Batch) -> torch.Tensor:
 
 def _switch_dropout_off(model: nn.Module) -> None:
     """Arms would draw other random numbers: a compiled one, one of another layout in memory."""
-    for one in model.modules():
-        name = type(one).__name__
+    for module in model.modules():
+        name = type(module).__name__
         if "Drop" in name or name == "StochasticDepth":
             for chance in ("p", "drop_prob"):  # torch's and torchvision's, timm's
-                if hasattr(one, chance):
-                    setattr(one, chance, 0.0)
+                if hasattr(module, chance):
+                    setattr(module, chance, 0.0)
 
 
 def _images(arm: ImageArm, number: int) -> Batch:

@@ -112,7 +112,7 @@ def gather(job: ArmRun, rank: int, store: Store, share: dict[str, Any]) -> list[
     store.set(f"share/{rank}", json.dumps(share))
     if rank != 0:
         return []
-    keys = [f"share/{one}" for one in range(job.world_size)]
+    keys = [f"share/{peer}" for peer in range(job.world_size)]
     store.wait(keys, timedelta(seconds=job.timeout_s))
     return [json.loads(value) for value in store.multi_get(keys)]
 
@@ -195,8 +195,12 @@ def record(
         "parameters": trained.parameters,
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
-        "decisions": [str(one) for one in report.decisions],
-        "choices": {one["what"]: one["chosen"] for one in report.decisions if "what" in one},
+        "decisions": [str(decision) for decision in report.decisions],
+        "choices": {
+            decision["what"]: decision["chosen"]
+            for decision in report.decisions
+            if "what" in decision
+        },
     }
 
 

@@ -26,8 +26,8 @@ _GOALS: Mapping[str, float] = {
 """Maps rows to the speed-up over stock that they are to reach. The others are to be no slower."""
 
 SCRIPTS: Mapping[str, Script] = {
-    one.name: dataclasses.replace(one, goal=_GOALS.get(one.name, _LEAST))
-    for one in (*own_models.SCRIPTS, *hugging_face.SCRIPTS, *vision.SCRIPTS)
+    script.name: dataclasses.replace(script, goal=_GOALS.get(script.name, _LEAST))
+    for script in (*own_models.SCRIPTS, *hugging_face.SCRIPTS, *vision.SCRIPTS)
 }
 """Maps names to rows."""
 

@@ -90,7 +90,7 @@ def _sft(folder: Path, size: Size) -> None:
     _llama(folder / "model", size)
     rows, longest = (6_000, 1024) if size == "full" else (64, 32)
     (folder / "rows").mkdir()
-    written = ({"text": one} for one in text.ragged(rows, longest))
+    written = ({"text": sample} for sample in text.ragged(rows, longest))
     text.write_rows(folder / "rows" / "train.jsonl", written)
 
 
@@ -145,8 +145,8 @@ def _glue(folder: Path, size: Size) -> None:
         rows = rows if size == "full" else rows // 40
         pairs = zip(text.lines(rows, 20, 1), text.lines(rows, 20, 2), strict=True)
         written = (
-            {"sentence1": one, "sentence2": other, "label": generator.randrange(2)}
-            for one, other in pairs
+            {"sentence1": first, "sentence2": second, "label": generator.randrange(2)}
+            for first, second in pairs
         )
         text.write_rows(folder / f"{split}.json", written)
 

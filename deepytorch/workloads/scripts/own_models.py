@@ -107,7 +107,7 @@ def _nano_gpt(name: str, *, compile: bool) -> Script:
         ),
         small=(
             *common,
-            *(f"--{one}" for one in tiny),
+            *(f"--{option}" for option in tiny),
             *("--device=cpu", "--dtype=float32", f"--compile={compile}"),
         ),
         prepare=_tokens,

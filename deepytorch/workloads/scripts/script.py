@@ -57,7 +57,7 @@ class Script:
 
     def missing(self) -> tuple[str, ...]:
         """Return the packages that are not installed."""
-        return tuple(one for one in self.packages if util.find_spec(one) is None)
+        return tuple(package for package in self.packages if util.find_spec(package) is None)
 
     def how_to_get(self) -> str:
         """Return the command lines that make the checkout."""
@@ -92,4 +92,4 @@ def call(script: Script, size: Size, checkout: Path, data: Path) -> ScriptCall:
 
 def filled(arguments: Sequence[str], places: Mapping[str, str]) -> tuple[str, ...]:
     """Return the arguments with places for their placeholders."""
-    return tuple(one.format(**places) for one in arguments)
+    return tuple(argument.format(**places) for argument in arguments)

@@ -38,7 +38,7 @@ def lengths(count: int, longest: int, seed: int = SEED) -> list[int]:
     """Draw lognormal numbers of words, at most `longest`."""
     generator = random.Random(seed)
     drawn = (generator.lognormvariate(math.log(MEDIAN_TOKENS), _SPREAD) for _ in range(count))
-    return [max(8, min(longest, round(one))) for one in drawn]
+    return [max(8, min(longest, round(length))) for length in drawn]
 
 
 def ragged(count: int, longest: int, seed: int = SEED) -> Iterator[str]:
