@@ -38,7 +38,7 @@ def bill(wheel: Path) -> dict[str, Any]:
     if licence := fields["License-Expression"] or fields["License"]:
         own["licenses"] = [{"expression": licence}]
     needed = [dependency(line) for line in fields.get_all("Requires-Dist", [])]
-    needed = [one for one in needed if one]
+    needed = [component for component in needed if component]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -48,7 +48,10 @@ def bill(wheel: Path) -> dict[str, Any]:
         "metadata": {"component": own},
         "components": needed + [binary(name, data) for name, data in sorted(binaries.items())],
         "dependencies": [
-            {"ref": own["bom-ref"], "dependsOn": sorted(one["bom-ref"] for one in needed)}
+            {
+                "ref": own["bom-ref"],
+                "dependsOn": sorted(component["bom-ref"] for component in needed),
+            }
         ],
     }
 

@@ -97,7 +97,7 @@ def read(path: Path, tokenizer: Any, length: int) -> list[tuple[list[int], list[
                 ids, labels = encoded(line, tokenizer, length)
             except (KeyError, TypeError, ValueError) as error:
                 raise SystemExit(f"{path}:{number}: {type(error).__name__}: {error}") from None
-            if any(one != IGNORED for one in labels[1:]):
+            if any(label != IGNORED for label in labels[1:]):
                 rows.append((ids, labels))
     if not rows:
         raise SystemExit(f"{path}: no line has anything to train on within {length} tokens")
@@ -112,10 +112,10 @@ def collated(rows: list[Any], padding: int, device: torch.device) -> dict[str, t
         "attention_mask": [[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows],
         "labels": [labels + [IGNORED] * (width - len(labels)) for _, labels in rows],
     }
-    on_host = {name: torch.tensor(one) for name, one in batch.items()}
+    on_host = {name: torch.tensor(column) for name, column in batch.items()}
     if device.type == "cuda":
-        on_host = {name: one.pin_memory() for name, one in on_host.items()}
-    return {name: one.to(device, non_blocking=True) for name, one in on_host.items()}
+        on_host = {name: tensor.pin_memory() for name, tensor in on_host.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in on_host.items()}
 
 
 def steps_of(rows: list[Any], args: argparse.Namespace, epoch: int) -> Iterator[list[list[Any]]]:
@@ -126,7 +126,7 @@ def steps_of(rows: list[Any], args: argparse.Namespace, epoch: int) -> Iterator[
     own = order[rank : len(order) // world * world : world]
     micro = [own[i : i + args.rows] for i in range(0, len(own), args.rows)]
     for i in range(0, len(micro), args.accumulate):
-        yield [[rows[one] for one in several] for several in micro[i : i + args.accumulate]]
+        yield [[rows[index] for index in several] for several in micro[i : i + args.accumulate]]
 
 
 # --- Ranks -----------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def loss_sum(model: Any, batch: dict[str, torch.Tensor], items: torch.Tensor) ->
 
 
 def num_targets(rows: list[Any]) -> int:
-    return sum(one != IGNORED for _, labels in rows for one in labels[1:])
+    return sum(label != IGNORED for _, labels in rows for label in labels[1:])
 
 
 @torch.no_grad()
@@ -222,7 +222,9 @@ def save(folder: Path, model: Any, optimizer: Any, step: int) -> None:
 
 def resumed(folder: Path, model: Any, optimizer: Any) -> int:
     """Load the last checkpoint, if there is one; returns its step."""
-    found = {int(one.name[5:]): one for one in folder.glob("step-*") if one.name[5:].isdecimal()}
+    found = {
+        int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdecimal()
+    }
     if not found:
         return 0
     weights, states = get_state_dict(model, optimizer)

@@ -69,7 +69,7 @@ def main() -> None:
         arriving = iter(loader)
         for labels in arriving:
             step = [labels, *(next(arriving) for _ in range(MICRO_BATCHES - 1))]
-            tokens = global_tokens(sum(num_target_tokens(one) for one in step))
+            tokens = global_tokens(sum(num_target_tokens(micro_batch) for micro_batch in step))
             total = torch.zeros(())
             for number, labels in enumerate(step, 1):
                 model.require_backward_grad_sync = number == len(step)

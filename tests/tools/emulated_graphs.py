@@ -20,12 +20,12 @@ class Again:
 
     def __init__(self, run: Callable[[], Any], result: Any) -> None:
         self.run = run
-        self.tensors = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self.tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
     def replay(self) -> None:
         # A graph draws nothing on the host.
         with torch.enable_grad(), guard.same_random_numbers():
-            found = [one for one in tree_leaves(self.run()) if isinstance(one, Tensor)]
+            found = [leaf for leaf in tree_leaves(self.run()) if isinstance(leaf, Tensor)]
         with torch.no_grad():
             for mine, other in zip(self.tensors, found, strict=True):
                 mine.copy_(other)
@@ -53,7 +53,7 @@ class Emulated(recorder.Recorder):
         return lend
 
     def keep(self, graphs: Iterable[Any]) -> None:
-        self._borrowed.keep([one.tensors for one in graphs])  # as graphs, they know no recorder
+        self._borrowed.keep([graph.tensors for graph in graphs])  # as graphs, they know no recorder
 
     def lacks_memory(self) -> str | None:
         return None
@@ -99,9 +99,13 @@ class Emulated(recorder.Recorder):
 @contextlib.contextmanager
 def _placed(module: nn.Module, leaf_of: dict[int, nn.Parameter]) -> Iterator[None]:
     """While open, the module has the parameters of its capture, as a graph has."""
-    before = [(one._parameters, dict(one._parameters)) for one in module.modules()]
+    before = [
+        (submodule._parameters, dict(submodule._parameters)) for submodule in module.modules()
+    ]
     for own, parameters in before:
-        own.update({name: leaf_of.get(id(one), one) for name, one in parameters.items()})
+        own.update(
+            {name: leaf_of.get(id(parameter), parameter) for name, parameter in parameters.items()}
+        )
     try:
         yield
     finally:

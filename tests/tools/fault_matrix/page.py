@@ -124,7 +124,10 @@ def _in_frameworks(records: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     named = sum(record["named"] for record in latest.values())
     machines = sorted(
-        {f"{one['machine']['name']}, torch {one['versions']['torch']}" for one in latest.values()}
+        {
+            f"{record['machine']['name']}, torch {record['versions']['torch']}"
+            for record in latest.values()
+        }
     )
     lines = [
         "## In every framework",
