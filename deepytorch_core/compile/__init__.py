@@ -118,8 +118,12 @@ def undo_all() -> None:
 def trials() -> list[OpenTrial]:
     """Return the trials still to be decided for the models that `compile` was given."""
     references = list(_compiled.values())
-    known = [one for one in (reference() for reference in references) if one is not None]
-    return [trial for trial in (one.trial for one in known) if trial is not None]
+    known = [
+        compilation
+        for compilation in (reference() for reference in references)
+        if compilation is not None
+    ]
+    return [trial for trial in (compilation.trial for compilation in known) if trial is not None]
 
 
 def compilation_of(model: nn.Module) -> Compilation | None:

@@ -68,7 +68,7 @@ _OWN_CORES = 2
 def may_help(root: nn.Module, device: torch.device, *, num_ranks: int) -> bool:
     """Whether helpers can compile the model, as far as this rank knows."""
     found = regions.find(root)
-    is_whole = [one.modules for one in found] == [(root,)]
+    is_whole = [region.modules for region in found] == [(root,)]
     # Code for DDP's buckets is in none of torch's caches: only parts can be handed over.
     is_sent = num_ranks == 1 or not is_whole or is_in_parts(root)
     is_wanted = bool(found) and is_sent and len(policies.automatic(device)) == 1
@@ -99,7 +99,7 @@ def is_in_parts(root: nn.Module) -> bool:
     """Whether a model that helpers compile, and that repeats no blocks, is compiled in parts."""
     if regions.num_modules(root) < MODEL_IN_PARTS:
         return False
-    return [one.modules for one in regions.find(root)] == [(root,)]
+    return [region.modules for region in regions.find(root)] == [(root,)]
 
 
 def _num_helpers() -> int:
@@ -166,7 +166,7 @@ class Settings:
         if _namesake() != self.namesake:
             first = sys.modules.get(self.namesake) or types.ModuleType(self.namesake)
             vars(first).setdefault("torch", torch)
-            others = {name: one for name, one in sys.modules.items() if name != self.namesake}
+            others = {name: module for name, module in sys.modules.items() if name != self.namesake}
             sys.modules.clear()
             sys.modules.update({self.namesake: first} | others)
 
@@ -390,14 +390,14 @@ def _modules_of_operators(graph: GraphModule) -> list[str]:
     """The modules that have defined the custom operators in a graph, which has none of them."""
     from torch._library.custom_ops import OPDEFS
 
-    targets = {node.target for one in graph.modules() for node in _nodes(one)}
+    targets = {node.target for module in graph.modules() for node in _nodes(module)}
     names = {
-        one._qualified_op_name if isinstance(one, OpOverloadPacket) else one._schema.name
-        for one in targets
-        if isinstance(one, OpOverload | OpOverloadPacket)
+        target._qualified_op_name if isinstance(target, OpOverloadPacket) else target._schema.name
+        for target in targets
+        if isinstance(target, OpOverload | OpOverloadPacket)
     }
     defined = [OPDEFS[name] for name in sorted(names) if name in OPDEFS]
-    return sorted({one._init_fn.__module__ for one in defined})
+    return sorted({definition._init_fn.__module__ for definition in defined})
 
 
 def _nodes(module: nn.Module) -> list[torch.fx.Node]:
@@ -469,7 +469,7 @@ def compile_packed(job: bytes) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     loaded: Any = GraphPickler.loads(pickled, mode)
     graph, facts, known = loaded
-    inputs = [one.made() for one in facts]
+    inputs = [fact.made() for fact in facts]
     nodes = list(graph.graph.nodes)
     for node in itertools.compress(nodes, known):
         node.meta["example_value"] = None

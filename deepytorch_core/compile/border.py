@@ -61,13 +61,13 @@ class Border:
     def is_needed_for(self, args: Sequence[Any]) -> bool:
         """Whether a call with these has gradients."""
         return torch.is_grad_enabled() and any(
-            isinstance(one, Tensor) and one.requires_grad for one in args
+            isinstance(arg, Tensor) and arg.requires_grad for arg in args
         )
 
     def is_open_for(self, args: Sequence[Any]) -> bool:
         """Whether such a call can go over it; else it takes a `passage`."""
         return is_saved_plainly() and all(
-            type(one) in _PLAIN for one in args if isinstance(one, Tensor)
+            type(arg) in _PLAIN for arg in args if isinstance(arg, Tensor)
         )
 
     def held(self, args: Sequence[Any]) -> Held:
@@ -78,11 +78,11 @@ class Border:
         """The outputs of `run`, over the border."""
         held = self.held(args)
         sources = [
-            _source(one) if is_wanted else one
-            for one, is_wanted in zip(args, held.wanted, strict=True)
+            _source(arg) if is_wanted else arg
+            for arg, is_wanted in zip(args, held.wanted, strict=True)
         ]
         outputs = list(run(*sources))
-        held.sources = [one for one, is_ in zip(sources, held.wanted, strict=True) if is_]
+        held.sources = [source for source, is_ in zip(sources, held.wanted, strict=True) if is_]
         places = self._facts.differentiable
         held.edges = {
             place: get_gradient_edge(outputs[place])
@@ -90,7 +90,7 @@ class Border:
             if outputs[place].requires_grad
         }
         raw = [outputs[place].detach() for place in places]
-        wanted = [one for one, is_ in zip(args, held.wanted, strict=True) if is_]
+        wanted = [arg for arg, is_ in zip(args, held.wanted, strict=True) if is_]
         made = _Call.apply(held, raw, _leaf, *wanted)  # type: ignore[no-untyped-call]
         values = dict(zip(places, made, strict=True))
         for place in sorted(places, key=lambda place: len(self._above[place])):
@@ -144,8 +144,8 @@ class Held:
     task: int = -1
 
     def __post_init__(self) -> None:
-        self.wanted = [isinstance(one, Tensor) and one.requires_grad for one in self.args]
-        self._versions = [one._version if isinstance(one, Tensor) else 0 for one in self.args]
+        self.wanted = [isinstance(arg, Tensor) and arg.requires_grad for arg in self.args]
+        self._versions = [arg._version if isinstance(arg, Tensor) else 0 for arg in self.args]
         self._numbers = self.facts.random_numbers() if self.facts.draws else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -189,13 +189,13 @@ class Held:
             inputs, passed = self._aliases()
             outputs = self.border._graph.forward(*passed)
             with torch.set_grad_enabled(is_differentiated):
-                return _derived([outputs[one] for one in seeds], inputs, list(seeds.values()))
+                return _derived([outputs[place] for place in seeds], inputs, list(seeds.values()))
 
     def fill(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Put arguments there that autograd has saved, and compared with what they were."""
         self.args, self._versions = list(self.args), list(self._versions)
-        for place, one in zip(places, tensors, strict=True):
-            self.args[place], self._versions[place] = one, one._version
+        for place, tensor in zip(places, tensors, strict=True):
+            self.args[place], self._versions[place] = tensor, tensor._version
 
     def backward_of(self, place: int, seed: Tensor, above: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the outputs above one, by a part of the graph; `backward` has the rest."""
@@ -204,7 +204,10 @@ class Held:
         is_differentiated = torch.is_grad_enabled()
         with torch.enable_grad(), self._as_then():
             inputs, passed = self._aliases()
-            others = [one.view_as(one) if is_differentiated else _leaf_of(one) for one in above]
+            others = [
+                tensor.view_as(tensor) if is_differentiated else _leaf_of(tensor)
+                for tensor in above
+            ]
             (output,) = self.border.part(place).forward(*passed, *others)
             with torch.set_grad_enabled(is_differentiated):
                 found = _derived([output], [*others, *inputs], [seed])
@@ -221,12 +224,15 @@ class Held:
     def is_looked_at(self, places: Sequence[int]) -> bool:
         """Whether somebody wants gradients of these outputs, or changes them."""
         tensors = [self.tensors[place]() for place in places]
-        return any(one is not None and (one.retains_grad or one._backward_hooks) for one in tensors)
+        return any(
+            tensor is not None and (tensor.retains_grad or tensor._backward_hooks)
+            for tensor in tensors
+        )
 
     def check_kept(self) -> None:
         """Raise what stock does where an output that its graph keeps was cut off in place."""
         tensors = [self.tensors[place]() for place in self.facts.kept]
-        if any(one is not None and one.grad_fn is None for one in tensors):
+        if any(tensor is not None and tensor.grad_fn is None for tensor in tensors):
             raise RuntimeError(
                 "Trying to use a saved tensor that has been detached in-place, i.e. with "
                 ".detach_().This is not supported, please use out-of-place `.detach()` instead"
@@ -234,17 +240,17 @@ class Held:
 
     def _aliases(self) -> tuple[list[Tensor], list[Any]]:
         """Stand-ins of the wanted arguments, and all that the graph takes with them."""
-        for place, (one, version) in enumerate(zip(self.args, self._versions, strict=True)):
-            if self.wanted[place] and one._version != version:
+        for place, (arg, version) in enumerate(zip(self.args, self._versions, strict=True)):
+            if self.wanted[place] and arg._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: is at version {one._version}; expected version {version}"
+                    f"inplace operation: is at version {arg._version}; expected version {version}"
                 )
-        passed = [self._before.get(place, one) for place, one in enumerate(self.args)]
+        passed = [self._before.get(place, arg) for place, arg in enumerate(self.args)]
         inputs = []
-        for place, one in enumerate(self.args):
+        for place, arg in enumerate(self.args):
             if self.wanted[place]:
-                passed[place] = one.view_as(one)
+                passed[place] = arg.view_as(arg)
                 inputs.append(passed[place])
         return inputs, passed
 
@@ -351,8 +357,12 @@ def differentiable(graph: GraphModule) -> list[int] | None:
     results = end.args[0] if end.args else ()
     if not isinstance(results, tuple | list):
         return None
-    examples = [one.meta.get("example_value") if isinstance(one, Node) else None for one in results]
-    return [place for place, one in enumerate(examples) if getattr(one, "requires_grad", False)]
+    examples = [
+        result.meta.get("example_value") if isinstance(result, Node) else None for result in results
+    ]
+    return [
+        place for place, example in enumerate(examples) if getattr(example, "requires_grad", False)
+    ]
 
 
 def _ancestors(graph: GraphModule, places: Sequence[int]) -> dict[int, list[int]]:
@@ -362,7 +372,7 @@ def _ancestors(graph: GraphModule, places: Sequence[int]) -> dict[int, list[int]
     above: dict[Node, frozenset[int]] = {}
     own = {results[place]: place for place in reversed(places)}
     for node in graph.graph.nodes:
-        found = frozenset[int]().union(*(above[one] for one in node.all_input_nodes))
+        found = frozenset[int]().union(*(above[input_node] for input_node in node.all_input_nodes))
         above[node] = found | {own[node]} if node in own else found
     return {place: sorted(above[results[place]] - {own[results[place]]}) for place in places}
 
@@ -375,12 +385,14 @@ def _is_for_some(ctx: Any) -> bool:
 def _derived(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    pairs = [(one, seed) for one, seed in zip(outputs, seeds, strict=True) if one.requires_grad]
+    pairs = [
+        (output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad
+    ]
     if not pairs or not inputs:
         return [None] * len(inputs)
     return list(
         torch.autograd.grad(
-            [one for one, _ in pairs],
+            [output for output, _ in pairs],
             inputs,
             [seed for _, seed in pairs],
             create_graph=torch.is_grad_enabled(),

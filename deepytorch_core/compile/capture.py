@@ -112,13 +112,20 @@ def use_few_sizes(module: nn.Module, is_on: bool, *, by: str) -> None:
 def why_not(root: nn.Module) -> str | None:
     """Why the module's passes can't be replayed, or None if they may be."""
     parameters = list(root.parameters())
-    if not any(one.requires_grad for one in parameters):
+    if not any(parameter.requires_grad for parameter in parameters):
         return "nothing of it is trained"
-    if any(one.device.type != Recorder.kind or type(one) is not nn.Parameter for one in parameters):
+    if any(
+        parameter.device.type != Recorder.kind or type(parameter) is not nn.Parameter
+        for parameter in parameters
+    ):
         return "its parameters are not all plain ones on one GPU"
-    if any(hasattr(one, "ds_id") for one in parameters):
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
         return "ZeRO-3 moves its parameters about"
-    trained = sum(one.numel() * one.element_size() for one in parameters if one.requires_grad)
+    trained = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in parameters
+        if parameter.requires_grad
+    )
     if trained > MOST_GRADIENTS * _memory(parameters[0].device):
         return f"copies of its gradients would take {trained / 2**30:.1f} GiB"
     if isinstance(root, nn.DataParallel):
@@ -191,12 +198,13 @@ class Capture:
     @property
     def has_replays(self) -> bool:
         """Whether some kind of call is replayed."""
-        return any(isinstance(one, Replay) for one in self._replays.values())
+        return any(isinstance(replay, Replay) for replay in self._replays.values())
 
     def replays(self, variant: Hashable) -> bool:
         """Whether some kind of call is replayed where its code goes that way."""
         return self.failure is None and any(
-            isinstance(one, Replay) and key[0] == variant for key, one in self._replays.items()
+            isinstance(replay, Replay) and key[0] == variant
+            for key, replay in self._replays.items()
         )
 
     @property
@@ -412,7 +420,8 @@ class Capture:
         self._misses[variant] = self._misses.get(variant, 0) + 1
         self._last_miss = why
         is_another = any(
-            isinstance(one, Replay) and key[0] != variant for key, one in self._replays.items()
+            isinstance(replay, Replay) and key[0] != variant
+            for key, replay in self._replays.items()
         )
         if self._is_refused() and not is_another:
             self._give_up(why)
@@ -446,10 +455,12 @@ class _Attempt:
         # Norms write to their statistics without a trace.
         norms = self._root.modules() if self._root.training else ()
         return (
-            not any(isinstance(one, _NormBase) and one.track_running_stats for one in norms)
-            and all(isinstance(one, known) for one in things)
+            not any(
+                isinstance(module, _NormBase) and module.track_running_stats for module in norms
+            )
+            and all(isinstance(thing, known) for thing in things)
             and None not in versions
-            and [id(one) for one in things] == [id(one) for one in self._before[0]]
+            and [id(thing) for thing in things] == [id(thing) for thing in self._before[0]]
             and versions == self._before[1]
         )
 
@@ -458,8 +469,8 @@ class _Attempt:
         # In evaluation they are hardly ever other ones, and to find them takes as long.
         things = list(self._root.buffers()) if self._root.training else list(self._buffers)
         things += tree_leaves(self._given)
-        tensors = [one for one in things if isinstance(one, torch.Tensor)]
-        return things, [None if one.is_inference() else one._version for one in tensors]
+        tensors = [thing for thing in things if isinstance(thing, torch.Tensor)]
+        return things, [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class CaptureWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -486,8 +497,8 @@ class CaptureWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = (one for one in tree_leaves((result,)) if isinstance(one, torch.Tensor))
-        self.formats.update(one.dtype for one in made if one.is_floating_point())
+        made = (leaf for leaf in tree_leaves((result,)) if isinstance(leaf, torch.Tensor))
+        self.formats.update(tensor.dtype for tensor in made if tensor.is_floating_point())
         if self.problem is None:
             if "c10d" in func.namespace:
                 self.problem = "it communicates with other ranks"
@@ -515,12 +526,12 @@ class _Assignments(TorchFunctionMode):
 
 def _has_host_tensor(args: Any) -> bool:
     return any(
-        isinstance(one, torch.Tensor) and one.device.type == "cpu" for one in tree_leaves(args)
+        isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" for leaf in tree_leaves(args)
     )
 
 
 def _has_gpu_tensor(args: Any) -> bool:
-    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in tree_leaves(args))
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tree_leaves(args))
 
 
 def _is_watched() -> bool:

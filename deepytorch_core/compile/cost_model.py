@@ -51,7 +51,7 @@ class RunLength:
 
 def cost_s(root: nn.Module, *, is_helped: bool) -> float:
     """Seconds that compiling a model is expected to take of its training."""
-    number = sum(regions.num_modules(one.modules[0]) for one in regions.find(root))
+    number = sum(regions.num_modules(region.modules[0]) for region in regions.find(root))
     if is_helped:
         return max(LEAST_HELPED_COST_S, COST_OF_HELPED_MODULE_S * number)
     return max(LEAST_COST_S, COST_OF_MODULE_S * number)

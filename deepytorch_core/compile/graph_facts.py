@@ -50,30 +50,32 @@ class GraphFacts:
     @classmethod
     def _seen(cls, run: Runner, args: Sequence[Any], copies: Any) -> GraphFacts:
         _, passed = copies(args)
-        versions = [one._version if isinstance(one, Tensor) else 0 for one in passed]
+        versions = [copy._version if isinstance(copy, Tensor) else 0 for copy in passed]
         before = guard.random_numbers()
         outputs = list(run(*passed))
         now = guard.random_numbers()
         draws = not all(map(torch.equal, before, now))
         written = [
             place
-            for place, (one, given) in enumerate(zip(passed, args, strict=True))
-            if isinstance(one, Tensor) and not given.requires_grad and not _is_same(one, given)
+            for place, (copy, given) in enumerate(zip(passed, args, strict=True))
+            if isinstance(copy, Tensor) and not given.requires_grad and not _is_same(copy, given)
         ]
         differentiable = [
             place
-            for place, one in enumerate(outputs)
-            if isinstance(one, Tensor) and one.requires_grad
+            for place, output in enumerate(outputs)
+            if isinstance(output, Tensor) and output.requires_grad
         ]
         changed = any(
-            isinstance(one, Tensor) and given.requires_grad and one._version != version
-            for one, given, version in zip(passed, args, versions, strict=True)
+            isinstance(copy, Tensor) and given.requires_grad and copy._version != version
+            for copy, given, version in zip(passed, args, versions, strict=True)
         )
-        inputs = {_place(one) for one in passed if isinstance(one, Tensor) and one.requires_grad}
+        inputs = {
+            _place(copy) for copy in passed if isinstance(copy, Tensor) and copy.requires_grad
+        }
         aliased = any(_place(outputs[place]) in inputs for place in differentiable)
         problem = "it writes to its inputs" if changed else None
         problem = "an output shares memory with an input" if aliased else problem
-        kinds = {one.device.type for one in passed if isinstance(one, Tensor)} & {"cpu", "cuda"}
+        kinds = {copy.device.type for copy in passed if isinstance(copy, Tensor)} & {"cpu", "cuda"}
         reread = list(written)
         if written and not draws:
             again = list(run(*passed))
@@ -107,5 +109,5 @@ def _is_kept(output: Tensor) -> bool:
     """Whether the operation that has made it keeps it, as tanh does."""
     names = [name for name in dir(output.grad_fn) if name.startswith("_saved_")]
     found = [getattr(output.grad_fn, name) for name in names]
-    places = [(one.data_ptr(), one.shape) for one in found if isinstance(one, Tensor)]
+    places = [(value.data_ptr(), value.shape) for value in found if isinstance(value, Tensor)]
     return (output.data_ptr(), output.shape) in places

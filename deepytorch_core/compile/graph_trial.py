@@ -206,7 +206,7 @@ class GraphTrial:
 
     def _start(self, answers: list[Any]) -> None:
         chosen = answers[0][0]
-        problem = guard.first_of([one for _, one in answers])
+        problem = guard.first_of([why for _, why in answers])
         if chosen == LAUNCHED:
             self._finish(LAUNCHED, FROM_PROFILE)
         elif problem is not None:
@@ -241,7 +241,7 @@ class GraphTrial:
         self._asking.ask(question, functools.partial(self._judge, is_last=is_last))
 
     def _judge(self, answers: list[Any], *, is_last: bool) -> None:
-        problem = guard.first_of([one for _, one in answers])
+        problem = guard.first_of([why for _, why in answers])
         if problem is not None:
             self._fail(problem)
             return

@@ -276,9 +276,9 @@ def is_checkpointed(graph: GraphModule) -> bool:
     return any(
         isinstance(node.target, HigherOrderOperator)
         and str(node.target).endswith("activation_checkpoint")
-        for one in graph.modules()
-        if isinstance(one, GraphModule)
-        for node in one.graph.nodes
+        for module in graph.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
     )
 
 
@@ -298,7 +298,7 @@ def _repeatable_backward() -> Iterator[None]:
 
 def _allow_repeats(outputs: Sequence[Any]) -> None:
     """Tell what torch has compiled so, as it asks the setting again at each backward pass."""
-    nodes = [one.grad_fn for one in outputs if isinstance(one, torch.Tensor)]
+    nodes = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor)]
     seen = set()
     while nodes:
         node = nodes.pop()
@@ -337,7 +337,9 @@ class _Results:
             if isinstance(value, torch.Tensor) and leaf is None
         ]
         lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        kept = [one.detach() if isinstance(one, torch.Tensor) else one for one in outputs]
+        kept = [
+            output.detach() if isinstance(output, torch.Tensor) else output for output in outputs
+        ]
         return cls(kept, gradients, written, lower, scale)
 
     def scale_to_fit(self) -> float:
@@ -345,12 +347,16 @@ class _Results:
 
         As a GradScaler finds it: a power of two, so that it rounds nothing.
         """
-        gradients = [one for one in self.gradients if one is not None and one.numel()]
-        tensors = [one for one in (*gradients, *self.outputs) if isinstance(one, torch.Tensor)]
-        formats = {self.dtype, *(one.dtype for one in tensors)}
+        gradients = [
+            gradient for gradient in self.gradients if gradient is not None and gradient.numel()
+        ]
+        tensors = [
+            value for value in (*gradients, *self.outputs) if isinstance(value, torch.Tensor)
+        ]
+        formats = {self.dtype, *(tensor.dtype for tensor in tensors)}
         if torch.float16 not in formats or self.scale <= _LEAST_SCALE:
             return self.scale
-        sizes = [float(one.detach().abs().max()) for one in gradients]
+        sizes = [float(gradient.detach().abs().max()) for gradient in gradients]
         if not all(map(math.isfinite, sizes)):
             return self.scale * _STEP_DOWN
         largest = max(sizes, default=0.0)
@@ -377,10 +383,12 @@ def _gradients(
     outputs: Sequence[Any], leaves: Sequence[torch.Tensor | None], device: str, scale: float = 1.0
 ) -> list[Any]:
     wanted = [leaf for leaf in leaves if leaf is not None]
-    sources = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+    sources = [
+        output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad
+    ]
     if not wanted or not sources or not torch.is_grad_enabled():
         return []
-    seeds = [scale * seed(one, number) for number, one in enumerate(sources)]
+    seeds = [scale * seed(source, number) for number, source in enumerate(sources)]
     with torch.autocast(device, enabled=False):  # as backward() runs outside of it
         return list(torch.autograd.grad(sources, wanted, seeds, allow_unused=True))
 
@@ -451,7 +459,7 @@ def _rounded(arg: Any) -> Any:
 
 def _times(good: Mapping[str, Runner], args: Sequence[Any]) -> dict[str, float]:
     leaves, passed = _copies(args)
-    device = next((one.device for one in passed if isinstance(one, torch.Tensor)), None)
+    device = next((arg.device for arg in passed if isinstance(arg, torch.Tensor)), None)
 
     def arm(run: Runner) -> Callable[[], object]:
         def call() -> None:
@@ -468,7 +476,7 @@ def _times(good: Mapping[str, Runner], args: Sequence[Any]) -> dict[str, float]:
 
 
 def _device_type(args: Sequence[Any]) -> str:
-    return next((one.device.type for one in args if isinstance(one, torch.Tensor)), "cpu")
+    return next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
 
 
 def rewind(state: Sequence[torch.Tensor]) -> None:

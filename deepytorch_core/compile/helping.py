@@ -37,14 +37,14 @@ class Helping:
         self._regions = regions
         self._is_patient = is_patient
         helpers.start(len(regions))
-        for one in regions:
-            one.prepare(helpers)
+        for region in regions:
+            region.prepare(helpers)
             if is_patient:
-                one.send_later(helpers)
+                region.send_later(helpers)
 
     def unseen(self) -> list[str]:
         """The parts that no step has called since they are prepared."""
-        return [one.region.name for one in self._regions if one.is_to_be_seen]
+        return [region.region.name for region in self._regions if region.is_to_be_seen]
 
     def are_seen(self, answers: Sequence[bool], unseen: Sequence[str]) -> bool:
         """Whether helpers have all graphs that they will get; `answers` as `Handover` wants."""
@@ -58,7 +58,7 @@ class Helping:
         """Take over the next part that is done, in the step that begins; False if none is left."""
         self.is_loading = False
         helpers = self._helpers
-        prepared = {one.region.name: one for one in self._regions if one.is_prepared}
+        prepared = {region.region.name: region for region in self._regions if region.is_prepared}
         if not prepared:
             return False
         part = self._handover.next_part(
@@ -81,7 +81,7 @@ class Helping:
             self._helpers.close()
             for name, why in self._helpers.failed.items():
                 console.say(f"{what}: {name} is compiled while the training waits: {why}")
-        if late := sum(one.failure == outcome.LATE for one in self._regions):
+        if late := sum(region.failure == outcome.LATE for region in self._regions):
             console.say(
                 f"{what}: {late} of {len(self._regions)} parts run eagerly: helpers have not "
                 "compiled them in time",

@@ -73,7 +73,7 @@ class _Draws(TorchFunctionMode):
         return not self._matter and not self._drawn
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(self._is_drawn(one) for one in tree_leaves((args, kwargs))):
+        if any(self._is_drawn(leaf) for leaf in tree_leaves((args, kwargs))):
             self._matter = self._matter or not _is_always_false(func, args, kwargs)
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and not kwargs and args in (([],), ((),)):

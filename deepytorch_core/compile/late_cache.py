@@ -123,7 +123,7 @@ def of(
         return None
     takes = inspect.signature(type(model).forward).parameters
     name = "EncoderDecoderCache" if model.config.is_encoder_decoder else "DynamicCache"
-    written_in = [vars(sys.modules[one.__module__]) for one in type(model).__mro__]
+    written_in = [vars(sys.modules[base.__module__]) for base in type(model).__mro__]
     kind = next((names[name] for names in written_in if name in names), None)
     if not {"use_cache", _FIELD} <= takes.keys() or kind is None:
         return None
@@ -143,10 +143,10 @@ def _has_twins(model: Any) -> bool:
     """
     filled = model.get_decoder() if model.config.is_encoder_decoder else model
     numbers = [
-        (type(one), name.rpartition(".")[2], getattr(one, "layer_idx", None))
-        for name, one in filled.named_modules(remove_duplicate=False)
+        (type(module), name.rpartition(".")[2], getattr(module, "layer_idx", None))
+        for name, module in filled.named_modules(remove_duplicate=False)
     ]
-    numbered = [one for one in numbers if one[2] is not None]
+    numbered = [number for number in numbers if number[2] is not None]
     return len(set(numbered)) < len(numbered)
 
 

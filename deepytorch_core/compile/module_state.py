@@ -44,9 +44,9 @@ def hooked(
     what a graph is recorded with not where the module is to be replayed.
     """
     named: Iterable[tuple[str, nn.Module]] = root.named_modules()
-    for name, one in named:
-        for kind in _HOOKS if one is not root else ():
-            for hook in (vars(one).get(kind) or {}).values():
+    for name, module in named:
+        for kind in _HOOKS if module is not root else ():
+            for hook in (vars(module).get(kind) or {}).values():
                 if is_replayed and recorders.asks_for_gradients(hook):
                     continue
                 what = recorders.collects(hook)
@@ -57,7 +57,7 @@ def hooked(
 
 def hooks_inside(root: nn.Module) -> list[dict[int, Any]]:
     """Return the tables of the hooks of modules inside, to see whether there are any."""
-    inside = [vars(one) for one in root.modules() if one is not root]
+    inside = [vars(module) for module in root.modules() if module is not root]
     return [own[hooks] for own in inside for hooks in _HOOKS if own.get(hooks) is not None]
 
 
@@ -109,7 +109,7 @@ class States:
         def forget(gone: Any) -> None:
             known.pop(facts, None)
 
-        known[facts] = (self._count, [_held(one, forget) for one in objects])
+        known[facts] = (self._count, [_held(value, forget) for value in objects])
         self._count += 1
         if len(known) > MOST_KNOWN:
             known.popitem(last=False)
@@ -172,7 +172,7 @@ class _Walk:
         return itertools.chain(of_dicts, itertools.chain.from_iterable(self._lists))
 
     def _places_now(self) -> list[tuple[int, bool]]:
-        return [(one.data_ptr(), one.requires_grad) for one in self._tensors]
+        return [(tensor.data_ptr(), tensor.requires_grad) for tensor in self._tensors]
 
     def _look_at(self, module: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, dict) and (name.endswith("_hooks") or "_hooks_" in name):
@@ -257,8 +257,12 @@ Attributes = list[tuple[nn.Module, dict[str, Any], dict[str, int]]]
 def attributes_of(root: nn.Module) -> Attributes:
     """Return the attributes of modules, and how long the lists among them are."""
     return [
-        (one, dict(vars(one)), {n: len(v) for n, v in vars(one).items() if isinstance(v, list)})
-        for one in root.modules()
+        (
+            module,
+            dict(vars(module)),
+            {n: len(v) for n, v in vars(module).items() if isinstance(v, list)},
+        )
+        for module in root.modules()
     ]
 
 

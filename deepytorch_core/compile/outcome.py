@@ -17,16 +17,16 @@ _LEAST_HIDDEN = 0.05
 
 def chosen(regions: Sequence[CompiledRegion], default: str) -> str:
     """The policies in use, as one name; `default` where none compiles anything yet."""
-    names = {name for one in regions for name in one.told.chosen if name != EAGER}
+    names = {name for region in regions for name in region.told.chosen if name != EAGER}
     return "+".join(sorted(names)) or default
 
 
 def dropped(regions: Sequence[CompiledRegion]) -> dict[str, str]:
     """Why policies were given up, by name and, of several regions, by region."""
     return {
-        f"{one.region.name} ({name})" if len(regions) > 1 else name: why
-        for one in regions
-        for name, why in one.told.dropped.items()
+        f"{region.region.name} ({name})" if len(regions) > 1 else name: why
+        for region in regions
+        for name, why in region.told.dropped.items()
     }
 
 
@@ -36,7 +36,7 @@ def is_final(regions: Sequence[CompiledRegion], reason: str, times_ms: Mapping[s
     It measures again where noise may have hidden a gain that is worth a trial, and tries what
     helpers were late with.
     """
-    if any(one.failure is not None and one.failure.endswith(LATE) for one in regions):
+    if any(region.failure is not None and region.failure.endswith(LATE) for region in regions):
         return False
     if reason != reasons.UNDECIDED or EAGER not in times_ms:
         return reason != reasons.UNDECIDED
@@ -46,9 +46,9 @@ def is_final(regions: Sequence[CompiledRegion], reason: str, times_ms: Mapping[s
 def give_up_alike(regions: Sequence[CompiledRegion], failures: Sequence[Mapping[str, str]]) -> None:
     """Have what has failed on a rank fail on all: `failures` says why, for each, by region."""
     for rank, failed in enumerate(failures):
-        for one in regions:
-            if one.region.name in failed and not one.failure:
-                one.failure = f"rank {rank}: {failed[one.region.name]}"
+        for region in regions:
+            if region.region.name in failed and not region.failure:
+                region.failure = f"rank {rank}: {failed[region.region.name]}"
 
 
 def facts(regions: Sequence[CompiledRegion]) -> dict[str, Any]:
@@ -56,11 +56,12 @@ def facts(regions: Sequence[CompiledRegion]) -> dict[str, Any]:
     return {
         "dropped": dropped(regions),
         "regions": {
-            one.region.name: [EAGER] if one.failure else sorted(one.told.chosen) for one in regions
+            region.region.name: [EAGER] if region.failure else sorted(region.told.chosen)
+            for region in regions
         },
-        "blocks": {one.region.name: len(one.region.modules) for one in regions},
-        "compile_s": round(sum(one.told.compile_s for one in regions), 2),
-        "graph_breaks": [line for one in regions for line in one.told.breaks],
+        "blocks": {region.region.name: len(region.region.modules) for region in regions},
+        "compile_s": round(sum(region.told.compile_s for region in regions), 2),
+        "graph_breaks": [line for region in regions for line in region.told.breaks],
     }
 
 
@@ -80,5 +81,5 @@ def entry(
         "times_ms": {name: round(ms, 4) for name, ms in times_ms.items()},
         **facts(regions),
         "was_helped": was_helped,
-        "trial_s": {name: round(one.seconds, 2) for name, one in phases.spent.items()},
+        "trial_s": {name: round(spent.seconds, 2) for name, spent in phases.spent.items()},
     }

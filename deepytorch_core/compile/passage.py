@@ -26,11 +26,11 @@ from deepytorch_core.compile.policies import Runner
 def through(border: Border, run: Runner, args: Sequence[Any]) -> list[Any]:
     """The outputs of `run`, between the two nodes."""
     held = border.held(args)
-    wanted = [one for one, is_wanted in zip(args, held.wanted, strict=True) if is_wanted]
+    wanted = [arg for arg, is_wanted in zip(args, held.wanted, strict=True) if is_wanted]
     state = _State(border, held)
     passed = iter(_Before.apply(state, *wanted))  # type: ignore[no-untyped-call]
     outputs = list(
-        run(*(next(passed) if is_ else one for one, is_ in zip(args, held.wanted, strict=True)))
+        run(*(next(passed) if is_ else arg for arg, is_ in zip(args, held.wanted, strict=True)))
     )
     state.places = [place for place in border.places() if outputs[place].requires_grad]
     if not state.places:
@@ -38,8 +38,8 @@ def through(border: Border, run: Runner, args: Sequence[Any]) -> list[Any]:
     # Autograd is to save these. Parameters live on, and stock's hooks saw them already.
     state.saved = [
         place
-        for place, one in enumerate(args)
-        if isinstance(one, Tensor) and not isinstance(one, torch.nn.Parameter)
+        for place, arg in enumerate(args)
+        if isinstance(arg, Tensor) and not isinstance(arg, torch.nn.Parameter)
     ]
     given = [args[place] for place in state.saved]
     for place in state.saved:
@@ -76,7 +76,7 @@ class _Before(torch.autograd.Function):
     def forward(ctx: Any, state: _State, *wanted: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.state = state
-        return tuple(one.detach() for one in wanted)
+        return tuple(tensor.detach() for tensor in wanted)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -93,7 +93,7 @@ class _Behind(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given)
         ctx.state = state
-        return tuple(one.detach() for one in tensors[:number])
+        return tuple(tensor.detach() for tensor in tensors[:number])
 
     @staticmethod
     def backward(ctx: Any, *seeds: Tensor | None) -> Any:

@@ -51,10 +51,10 @@ def asked(root: nn.Module) -> set[str]:
     """The outputs that each pass collects, as the configurations of models inside say."""
     return {
         what
-        for one in root.modules()
-        if begins(one)
+        for module in root.modules()
+        if begins(module)
         for what in ("router_logits", "hidden_states", "attentions")
-        if getattr(getattr(one, "config", None), f"output_{what}", False)
+        if getattr(getattr(module, "config", None), f"output_{what}", False)
     }
 
 

@@ -440,13 +440,15 @@ class CodeReadiness:
     @property
     def applies(self) -> bool:
         """Whether the pass that begins takes compiled code."""
-        return any(one.is_used for one in self._regions)
+        return any(region.is_used for region in self._regions)
 
     def is_reached(self) -> bool:
         """Tell whether the pass that has ended had all of it."""
         before = self._num_declined
-        self._num_declined = sum(one.num_declined for one in self._regions)
-        return before == self._num_declined and not any(one.is_waiting for one in self._regions)
+        self._num_declined = sum(region.num_declined for region in self._regions)
+        return before == self._num_declined and not any(
+            region.is_waiting for region in self._regions
+        )
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -504,8 +506,8 @@ class Forward:
         self._compiled, self._owner = compiled, owner
         self._module_of = weakref.ref(module)
         self._hooks = module_state.hooks_inside(module)
-        inside = [one for one in module.modules() if one is not module]
-        self._norms = [one for one in inside if isinstance(one, _NormBase)]
+        inside = [submodule for submodule in module.modules() if submodule is not module]
+        self._norms = [submodule for submodule in inside if isinstance(submodule, _NormBase)]
         self._structure = Structure(module)
         self._was_used = False
 
@@ -562,9 +564,9 @@ def _kept_versions(norms: list[_NormBase]) -> contextlib.AbstractContextManager[
     """
     kept = [
         buffer
-        for one in norms
-        if one.training
-        for buffer in (one.running_mean, one.running_var)
+        for norm in norms
+        if norm.training
+        for buffer in (norm.running_mean, norm.running_var)
         if buffer is not None
     ]
     return _unsafe_preserve_version_counter(tuple(kept)) if kept else contextlib.nullcontext()

@@ -49,7 +49,7 @@ class Region:
     def modules(self) -> tuple[nn.Module, ...]:
         """Those that are still there."""
         found = (reference() for reference in self._references)
-        return tuple(one for one in found if one is not None)
+        return tuple(module for module in found if module is not None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -112,7 +112,7 @@ def parts(root: nn.Module) -> list[Region]:
     for name, module in _parts(root, "", most, max(1, least)):
         place = name.rpartition(".")[0]
         groups.setdefault((place, signature(module)), []).append((name, module))
-    return [Region(some[0][0], tuple(one for _, one in some)) for some in groups.values()]
+    return [Region(some[0][0], tuple(module for _, module in some)) for some in groups.values()]
 
 
 def _parts(
@@ -135,19 +135,19 @@ def signature(module: nn.Module) -> object:
     return tuple(
         (
             name,
-            type(one),
+            type(submodule),
             tuple(
                 (key, _shape_of(value), value.dtype, value.requires_grad)
-                for key, value in one._parameters.items()
+                for key, value in submodule._parameters.items()
                 if value is not None
             ),
             tuple(
                 (key, value)
-                for key, value in sorted(vars(one).items())
+                for key, value in sorted(vars(submodule).items())
                 if isinstance(value, bool | float | str) and not key.startswith("_")
             ),
         )
-        for name, one in module.named_modules()
+        for name, submodule in module.named_modules()
     )
 
 
@@ -193,7 +193,7 @@ def _beside(
 
 
 def _num_parameters(module: nn.Module) -> int:
-    return sum(one.numel() for one in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _can_be_region(module: nn.Module, collected: Iterable[str] = ()) -> bool:
@@ -206,7 +206,9 @@ def _can_be_region(module: nn.Module, collected: Iterable[str] = ()) -> bool:
     is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in module.parameters())
     if is_partitioned and not getattr(module, "_z3_leaf", False):
         return False
-    if any(_is_of_framework(one) for one in module.modules() if one is not module):
+    if any(
+        _is_of_framework(submodule) for submodule in module.modules() if submodule is not module
+    ):
         return False
     # Collecting begins in its own pass, or in that of a part: the code is to do it.
     if any(map(recorders.begins, module.modules())):
@@ -225,7 +227,7 @@ def _has_its_classs_forward(module: nn.Module) -> bool:
 
 
 def _is_of_framework(module: nn.Module) -> bool:
-    return any(one.__module__.startswith(_FRAMEWORKS) for one in type(module).__mro__)
+    return any(base.__module__.startswith(_FRAMEWORKS) for base in type(module).__mro__)
 
 
 def _saving(root: nn.Module, groups: list[list[tuple[str, nn.Module]]]) -> float:
@@ -237,4 +239,8 @@ def _saving(root: nn.Module, groups: list[list[tuple[str, nn.Module]]]) -> float
 
 def num_modules(module: nn.Module) -> int:
     """Modules with parameters, of which the time goes that a compiler takes."""
-    return sum(1 for one in module.modules() if any(True for _ in one.parameters(recurse=False)))
+    return sum(
+        1
+        for submodule in module.modules()
+        if any(True for _ in submodule.parameters(recurse=False))
+    )

@@ -80,7 +80,8 @@ class Call:
         places = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         plain = tuple(places.get(id(leaf), (type(leaf), leaf)) for leaf in self.leaves)
         shapes = tuple(
-            (one.shape, one.stride(), one.dtype, one.requires_grad) for one in self.tensors
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+            for tensor in self.tensors
         )
         return str(self.spec), plain, shapes
 
@@ -132,13 +133,13 @@ class Replay:
             torch.get_autocast_dtype(self._kind),
         )
         self._static = [
-            torch.empty_like(one).requires_grad_(one.requires_grad) for one in call.tensors
+            torch.empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in call.tensors
         ]
         self._copy_in(call.tensors)
         self._weights = list(module.parameters())
-        self._trained = [one for one in self._weights if one.requires_grad]
+        self._trained = [weight for weight in self._weights if weight.requires_grad]
         self._parameters = self._trained
-        self._inputs = [one for one in self._static if one.requires_grad]
+        self._inputs = [tensor for tensor in self._static if tensor.requires_grad]
         self._buffers = list(module.buffers())
         # Each pass begins with the same, or those of a module that goes by them could not agree.
         self._before = guard.Contents(self._buffers)
@@ -147,12 +148,14 @@ class Replay:
         given = call.given(self._static)
         expected = self._rehearse(given, numbers)
         with recorder.own_leaves(module) as leaf_of:
-            leaves = [leaf_of[id(one)] for one in self._parameters]
+            leaves = [leaf_of[id(parameter)] for parameter in self._parameters]
             self._before.put_back()
             with recorder.rehearsing():
                 tensors = _tensors(self._run(given)[0])
                 found = self._gradients_of(tensors, leaves)
-                if [one is None for one in found] != [one is None for one in expected[1]]:
+                if [gradient is None for gradient in found] != [
+                    gradient is None for gradient in expected[1]
+                ]:
                     raise NotCapturedError("it keeps parameters in places of its own")
                 del tensors, found
             graphs.rewind(numbers)
@@ -168,7 +171,7 @@ class Replay:
 
     def __call__(self, call: Call, token: Token) -> Any:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""
-        wanted = [*self._parameters, *(one for one in call.tensors if one.requires_grad)]
+        wanted = [*self._parameters, *(tensor for tensor in call.tensors if tensor.requires_grad)]
         number = self._recorder.number() if self._draws else None
         host_draws.draw(self._num_host_draws)
         tensors = _Pass.apply(self, call, token, number, *wanted)  # type: ignore[no-untyped-call]
@@ -179,7 +182,7 @@ class Replay:
         with torch.no_grad():
             self._copy_in(tensors)
             self._forward_graph.replay()
-            return [one.clone() for one in self._outputs]
+            return [output.clone() for output in self._outputs]
 
     def run_backward(self, seeds: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """Gradients in memory of their own; None if these outputs' gradients were not foreseen."""
@@ -196,8 +199,8 @@ class Replay:
         used = [under for under, seed in zip(self._under, seeds, strict=True) if seed is not None]
         reached = set[int]().union(*used)
         return [
-            one if id(place) in reached else None
-            for place, one in zip(self._wanted, gradients, strict=True)
+            gradient if id(place) in reached else None
+            for place, gradient in zip(self._wanted, gradients, strict=True)
         ]
 
     def _given(self) -> list[Tensor | None]:
@@ -205,17 +208,17 @@ class Replay:
         may_lend = self._recorder.may_lend
         given: dict[int, Tensor] = {}
         left: dict[int, Tensor] = {}
-        for parameter, one in zip(self._wanted, self._gradients, strict=True):
-            if one is None:
+        for parameter, gradient in zip(self._wanted, self._gradients, strict=True):
+            if gradient is None:
                 continue
-            lend = self._lenders.get(id(one)) if may_lend else None
+            lend = self._lenders.get(id(gradient)) if may_lend else None
             # Hooks may hand gradients to other streams, which read them when others have let go.
             if lend is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                left[id(one)] = one
+                left[id(gradient)] = gradient
             else:
-                given[id(one)] = lend()
+                given[id(gradient)] = lend()
         given.update(zip(left, copies_of(list(left.values())), strict=True))
-        return [None if one is None else given[id(one)] for one in self._gradients]
+        return [None if gradient is None else given[id(gradient)] for gradient in self._gradients]
 
     def run_again(
         self, call: Call, number: Tensor | None, seeds: Sequence[Tensor | None]
@@ -224,15 +227,19 @@ class Replay:
 
         `number`: where the random numbers were; None if it draws none.
         """
-        tensors = [one.detach().requires_grad_(one.requires_grad) for one in call.tensors]
+        tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
         with torch.enable_grad():
             leaves = self._once_more(call, number, tensors)
         # Outside of the module's hooks, so that logits may come that hooks would have left out.
-        outputs = [one for one, known in zip(leaves, self._leaves, strict=True) if known is Tensor]
-        wanted = [*self._parameters, *(one for one in tensors if one.requires_grad)]
-        pairs = [(one, seed) for one, seed in zip(outputs, seeds, strict=True) if seed is not None]
+        outputs = [
+            leaf for leaf, known in zip(leaves, self._leaves, strict=True) if known is Tensor
+        ]
+        wanted = [*self._parameters, *(tensor for tensor in tensors if tensor.requires_grad)]
+        pairs = [
+            (output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None
+        ]
         found = torch.autograd.grad(
-            [one for one, _ in pairs],
+            [output for output, _ in pairs],
             wanted,
             [seed for _, seed in pairs],
             allow_unused=True,
@@ -287,41 +294,43 @@ class Replay:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Run it without graphs; compilers come to an end, and facts are noted."""
         host = guard.HostNumbers()
-        inputs = [(one, one._version) for one in self._static]
+        inputs = [(tensor, tensor._version) for tensor in self._static]
         leaves, self._spec = self._run(given)
         tensors = _tensors(leaves)
         strange = [
-            one
-            for one in leaves
-            if not isinstance(one, (*_LATE, *PLAIN))
-            and (type(one) is not Tensor or one.device.type != self._kind)
+            leaf
+            for leaf in leaves
+            if not isinstance(leaf, (*_LATE, *PLAIN))
+            and (type(leaf) is not Tensor or leaf.device.type != self._kind)
         ]
         if strange:
             raise NotCapturedError(f"it returns a {type(strange[0]).__name__}, not on the GPU")
-        if any(one._version != version for one, version in inputs):
+        if any(tensor._version != version for tensor, version in inputs):
             raise NotCapturedError("it writes to its inputs")
-        self._leaves = [_kept(one) for one in leaves]
-        self._differentiable = [one.requires_grad for one in tensors]
+        self._leaves = [_kept(leaf) for leaf in leaves]
+        self._differentiable = [tensor.requires_grad for tensor in tensors]
         if not any(self._differentiable):
             raise NotCapturedError("nothing that it returns has a gradient")
         # A loss is what gets a gradient where there is one; else whatever can have one.
-        losses = [one.requires_grad and one.dim() == 0 for one in tensors]
-        used = [number in self._used and one.requires_grad for number, one in enumerate(tensors)]
+        losses = [tensor.requires_grad and tensor.dim() == 0 for tensor in tensors]
+        used = [
+            number in self._used and tensor.requires_grad for number, tensor in enumerate(tensors)
+        ]
         chosen = used if any(used) else losses if any(losses) else self._differentiable
         self._seeds = [
-            graphs.seed(one, number) if chosen[number] else None
-            for number, one in enumerate(tensors)
+            graphs.seed(tensor, number) if chosen[number] else None
+            for number, tensor in enumerate(tensors)
         ]
         # Tensors under no output have no gradient; those under another output than the loss may.
-        self._under = [_leaves_under([one]) for one in tensors]
+        self._under = [_leaves_under([tensor]) for tensor in tensors]
         reached = set[int]().union(*self._under)
-        self._parameters = [one for one in self._parameters if id(one) in reached]
+        self._parameters = [parameter for parameter in self._parameters if id(parameter) in reached]
         gradients = self._gradients_of(tensors, self._parameters)
         now = guard.random_numbers()
         self._draws = not all(map(torch.equal, numbers[1:], now[1:]))
         self._num_host_draws = host_draws.count(lambda: self._run_anew(given), host, numbers)
         graphs.rewind(numbers)
-        return [one.detach() for one in tensors], gradients
+        return [tensor.detach() for tensor in tensors], gradients
 
     def _gradients_of(
         self, outputs: Sequence[Tensor], parameters: Sequence[Tensor]
@@ -332,7 +341,7 @@ class Replay:
         with torch.autocast(self._kind, enabled=False):
             return list(
                 torch.autograd.grad(
-                    [one for one, _ in pairs],
+                    [output for output, _ in pairs],
                     [*parameters, *self._inputs],
                     [seed for _, seed in pairs],
                     allow_unused=True,
@@ -344,7 +353,7 @@ class Replay:
 
         def forward() -> list[Tensor]:
             outputs[:] = _tensors(self._run(given)[0])
-            return [one.detach() for one in outputs]
+            return [output.detach() for output in outputs]
 
         record = self._recorder.record
         self._forward_graph, self._outputs = record(forward)
@@ -358,7 +367,9 @@ class Replay:
         numbers = guard.random_numbers()
         self._before.put_back()
         outputs = self.run_forward(call.tensors)
-        gradients = self.run_backward([None if one is None else one.clone() for one in self._seeds])
+        gradients = self.run_backward(
+            [None if seed is None else seed.clone() for seed in self._seeds]
+        )
         graphs.rewind(numbers)
         found = (outputs, gradients)
         if self._differs(expected, found) is None:
@@ -366,7 +377,10 @@ class Replay:
         # Sums in no fixed order differ from run to run.
         self._before.put_back()
         tensors = _tensors(self._run(given)[0])
-        again = ([one.detach() for one in tensors], self._gradients_of(tensors, self._parameters))
+        again = (
+            [tensor.detach() for tensor in tensors],
+            self._gradients_of(tensors, self._parameters),
+        )
         graphs.rewind(numbers)
         noise = NOISE * guard.norm(*expected[1])
         unlike = self._differs(expected, again, looser=guard.AMPLIFIED, negligible=noise)
@@ -407,32 +421,42 @@ class Replay:
         Not those that lie where the outputs' gradients do, or parameters: that is no graph's.
         """
         others = (*self._seeds, *self._static, *self._parameters, *self._buffers)
-        taken = {one.untyped_storage().data_ptr() for one in others if one is not None}
-        there = [one for one in self._gradients if one is not None]
-        of_parameters = {id(one) for one in self._gradients[: len(self._parameters)]}
-        places = Counter(one.untyped_storage().data_ptr() for one in there)
+        taken = {tensor.untyped_storage().data_ptr() for tensor in others if tensor is not None}
+        there = [gradient for gradient in self._gradients if gradient is not None]
+        of_parameters = {id(gradient) for gradient in self._gradients[: len(self._parameters)]}
+        places = Counter(gradient.untyped_storage().data_ptr() for gradient in there)
         alone = [
-            one
-            for one in there
-            if id(one) in of_parameters
-            and places[one.untyped_storage().data_ptr()] == 1
-            and one.untyped_storage().data_ptr() not in taken
+            gradient
+            for gradient in there
+            if id(gradient) in of_parameters
+            and places[gradient.untyped_storage().data_ptr()] == 1
+            and gradient.untyped_storage().data_ptr() not in taken
         ]
-        is_large = sum(one.numel() * one.element_size() for one in alone) >= LENT_BYTES
-        return {id(one) for one in alone} if is_large else set()
+        is_large = (
+            sum(gradient.numel() * gradient.element_size() for gradient in alone) >= LENT_BYTES
+        )
+        return {id(gradient) for gradient in alone} if is_large else set()
 
     def _lenders_of(self, lent: set[int]) -> dict[int, Callable[[], Tensor]]:
         """Map the ids of gradients to functions that lend them."""
-        there = (one for one in self._gradients if one is not None and id(one) in lent)
-        return {id(one): self._recorder.lender(one) for one in there}
+        there = (
+            gradient
+            for gradient in self._gradients
+            if gradient is not None and id(gradient) in lent
+        )
+        return {id(gradient): self._recorder.lender(gradient) for gradient in there}
 
     def _let_go(self, lent: set[int]) -> None:
         """Keep the addresses and leave the memory to the next capture: replays take turns."""
-        self._outputs = [self._recorder.borrowed(one) for one in self._outputs]
+        self._outputs = [self._recorder.borrowed(output) for output in self._outputs]
         borrowed = {
-            id(one): self._recorder.borrowed(one) for one in self._gradients if one is not None
+            id(gradient): self._recorder.borrowed(gradient)
+            for gradient in self._gradients
+            if gradient is not None
         }
-        self._gradients = [None if one is None else borrowed[id(one)] for one in self._gradients]
+        self._gradients = [
+            None if gradient is None else borrowed[id(gradient)] for gradient in self._gradients
+        ]
         self._lenders = self._lenders_of({id(borrowed[key]) for key in lent})
 
     def _result(self, tensors: Sequence[Tensor], call: Call, number: Tensor | None) -> Any:
@@ -469,7 +493,9 @@ class _Pass(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.call, ctx.token, ctx.number = replay, call, token, number
         outputs = replay.run_forward(call.tensors)
-        fixed = [one for one, is_ in zip(outputs, replay.is_differentiable, strict=True) if not is_]
+        fixed = [
+            output for output, is_ in zip(outputs, replay.is_differentiable, strict=True) if not is_
+        ]
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
@@ -501,10 +527,10 @@ def note_used(result: Any, used: set[int]) -> None:
 
     A head may return a loss beside what the script makes its own loss of.
     """
-    for number, one in enumerate(_tensors(tree_flatten(result)[0])):
-        if one.grad_fn is not None:
-            note = functools.partial(_note_gradient, used, number, one.output_nr)
-            one.grad_fn.register_prehook(note)
+    for number, output in enumerate(_tensors(tree_flatten(result)[0])):
+        if output.grad_fn is not None:
+            note = functools.partial(_note_gradient, used, number, output.output_nr)
+            output.grad_fn.register_prehook(note)
 
 
 def _note_gradient(
@@ -524,7 +550,7 @@ def _kept(leaf: Any) -> Any:
 def _leaves_under(outputs: Sequence[Tensor]) -> set[int]:
     """The ids of the tensors that get gradients from these."""
     found: set[int] = set()
-    waiting: list[Any] = [one.grad_fn for one in outputs if one.grad_fn is not None]
+    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -540,7 +566,7 @@ def _leaves_under(outputs: Sequence[Tensor]) -> set[int]:
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     """Outputs that a pass computes."""
-    return [one for one in leaves if isinstance(one, Tensor) and not isinstance(one, _LATE)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, _LATE)]
 
 
 @contextlib.contextmanager

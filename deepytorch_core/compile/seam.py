@@ -209,7 +209,9 @@ def _with_hooks(call_impl: _Call) -> _Call:
         return call_impl
     _codes_with_hooks.add(own)
     # The part of it that runs the hooks is a function inside.
-    _codes_with_hooks.update(one for one in code.co_consts if isinstance(one, types.CodeType))
+    _codes_with_hooks.update(
+        constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+    )
     return types.FunctionType(own, call_impl.__globals__, "_call_impl", None, None)
 
 

@@ -44,7 +44,7 @@ class RegionSizes:
 
 def _size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """The first tensor's: where it is another, so are most of the others'."""
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Tensor):
-            return one.shape
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, torch.Tensor):
+            return arg.shape
     return None

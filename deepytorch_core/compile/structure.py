@@ -25,15 +25,15 @@ class Structure:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._inside = [one for one in module.modules() if one is not module]
+        self._inside = [submodule for submodule in module.modules() if submodule is not module]
         self._type, self._types = type(module), list(map(type, self._inside))
-        self._children = [module._modules, *(one._modules for one in self._inside)]
+        self._children = [module._modules, *(submodule._modules for submodule in self._inside)]
         self._known = list(self._children_now())
-        self._own = [vars(one) for one in self._inside]
+        self._own = [vars(submodule) for submodule in self._inside]
         self._has_own = [("forward" in own) for own in (vars(module), *self._own)]
         types_ = (self._type, *self._types)
-        classes = dict.fromkeys(base for one in types_ for base in one.__mro__)
-        self._classes = [_Functions(one) for one in classes if one is not object]
+        classes = dict.fromkeys(base for type_ in types_ for base in type_.__mro__)
+        self._classes = [_Functions(base) for base in classes if base is not object]
         self._code = _code_of(module)
 
     def is_same(self, module: nn.Module) -> bool:
@@ -43,7 +43,7 @@ class Structure:
             and list(map(type, self._inside)) == self._types
             and list(itertools.chain.from_iterable(map(dict.items, self._children))) == self._known
             and ["forward" in own for own in (vars(module), *self._own)] == self._has_own
-            and all([one.are_same() for one in self._classes])
+            and all([functions.are_same() for functions in self._classes])
             and _code_of(module) is self._code
         )
 
@@ -59,7 +59,7 @@ class _Functions:
         if owner is nn.Module:
             names: Iterable[str] = _OF_ALL_MODULES
         else:
-            names = [name for name, one in self._space.items() if isinstance(one, _FUNCTIONS)]
+            names = [name for name, value in self._space.items() if isinstance(value, _FUNCTIONS)]
         self._names = list(names)
         self._size = len(self._space)
         self._is_fixed = owner is nn.Module
@@ -70,7 +70,7 @@ class _Functions:
         """Whether none was put in another's place, added or taken away."""
         if not self._is_fixed and len(self._space) != self._size:
             # Counters of a class may come; functions may not.
-            now = [name for name, one in self._space.items() if isinstance(one, _FUNCTIONS)]
+            now = [name for name, value in self._space.items() if isinstance(value, _FUNCTIONS)]
             if now != self._names:
                 return False
             self._size = len(self._space)

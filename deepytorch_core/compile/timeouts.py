@@ -123,6 +123,6 @@ def _backends(group: Any) -> list[Any]:
             backend = group._get_backend(device)
         except RuntimeError:  # none for this device
             continue
-        if all(backend is not one for one in found):
+        if all(backend is not other for other in found):
             found.append(backend)
     return found

@@ -144,10 +144,10 @@ def of_typical_steps(
         return [], []
     typical = statistics.median(tokens for _, tokens in together)
     slopes = [
-        (one[0] - other[0]) / (one[1] - other[1])
+        (step[0] - other[0]) / (step[1] - other[1])
         for way in (standing, candidate)
-        for one, other in itertools.combinations(way, 2)
-        if abs(one[1] - other[1]) > typical / 10 and math.isfinite(one[0] + other[0])
+        for step, other in itertools.combinations(way, 2)
+        if abs(step[1] - other[1]) > typical / 10 and math.isfinite(step[0] + other[0])
     ]
     slope = 0.0
     if slopes:

@@ -57,4 +57,4 @@ class Usage:
 
 def is_dynamic(inputs: object) -> bool:
     """Whether a graph was captured for any size."""
-    return isinstance(inputs, list | tuple) and any(isinstance(one, SymInt) for one in inputs)
+    return isinstance(inputs, list | tuple) and any(isinstance(value, SymInt) for value in inputs)

@@ -18,4 +18,4 @@ def caches(model: Any) -> bool:
     """Whether a model of transformers returns a cache unless it is told not to."""
     config = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return any(getattr(one, "use_cache", False) for one in (config, text))
+    return any(getattr(configuration, "use_cache", False) for configuration in (config, text))

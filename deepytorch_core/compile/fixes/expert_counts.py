@@ -31,7 +31,7 @@ class ExpertCounts(Fix):
     name = "no look at counts of experts"
 
     def around(self, model: nn.Module) -> Around | None:
-        files = {sys.modules.get(type(one).__module__) for one in model.modules()}
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
         if not (is_transformers(model) and any(hasattr(file, _LOSS) for file in files)):
             return None
 

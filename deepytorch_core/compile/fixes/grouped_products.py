@@ -143,7 +143,8 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
 
 def _has_waiting_experts(model: nn.Module) -> bool:
     return _has_triton() and any(
-        one.dim() == 3 and one.is_floating_point() and waits(one) for one in model.parameters()
+        parameter.dim() == 3 and parameter.is_floating_point() and waits(parameter)
+        for parameter in model.parameters()
     )
 
 

@@ -28,7 +28,7 @@ class OnesMasks(Fix):
     def around(self, model: nn.Module) -> Around | None:
         if not is_transformers(model):
             return None
-        files = {sys.modules.get(type(one).__module__) for one in model.modules()}
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
         asking = [file for file in files if hasattr(file, _ASKS)]
         if not asking:
             return None

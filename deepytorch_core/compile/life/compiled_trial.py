@@ -77,7 +77,9 @@ class CompiledTrial(AskingPhase):
         self._state.is_on = self._measured < 0 or turns.is_candidates(self._measured)
 
     def _look(self) -> None:
-        failed = {one.region.name: one.failure for one in self._state.regions if one.failure}
+        failed = {
+            region.region.name: region.failure for region in self._state.regions if region.failure
+        }
         self._ask(f"times {self._state.steps.number}", (self._samples.rows(), failed), self._judge)
 
     def _judge(self, answers: list[Any]) -> None:
@@ -86,7 +88,7 @@ class CompiledTrial(AskingPhase):
         is_last = turns.is_last_look(self._measured)
         outcome.give_up_alike(state.regions, [failed for _, failed in answers])
         verdict = turns.verdict(eager, compiled, is_last=is_last)
-        if all(one.failure for one in state.regions):
+        if all(region.failure for region in state.regions):
             self.successor = ending.finish(state, EAGER, reasons.FAILED)
         elif verdict is not None:
             chosen = outcome.chosen(state.regions, state.subject.policy)

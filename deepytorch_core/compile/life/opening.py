@@ -112,8 +112,8 @@ class Opening(AskingPhase):
             self._are_sizes_open()
             helpers = ahead.begun(state, subject.device, budget_s=subject.budget_s)
             helpers.start(len(state.regions))
-            for one in state.regions:
-                one.send_later(helpers)
+            for region in state.regions:
+                region.send_later(helpers)
 
     def _ask_pace(self) -> None:
         """How long a step takes, and whether helpers can compile the model, on all ranks."""

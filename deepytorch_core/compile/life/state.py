@@ -55,8 +55,8 @@ class CompilationState:
     def num_made(self) -> int:
         """How many pieces of code and graphs were made so far: new ones take their time."""
         trials = (self.phase.graphs, self.early.trial)
-        captured = [one.num_captured for one in trials if one is not None]
-        return sum(one.told.num_compiles for one in self.regions) + sum(captured)
+        captured = [trial.num_captured for trial in trials if trial is not None]
+        return sum(region.told.num_compiles for region in self.regions) + sum(captured)
 
     def trained_tokens(self) -> int:
         """Return the number of tokens of the last step."""
@@ -73,10 +73,10 @@ class CompilationState:
     ) -> None:
         """Compile the regions from now on; with the policies known to be good, or all."""
         found = regions.find(self.subject.root)
-        if is_in_parts or (known and not any(one.name in known for one in found)):
+        if is_in_parts or (known and not any(region.name in known for region in found)):
             found = regions.parts(self.subject.root)
         policy, device = self.subject.policy, self.subject.device
-        tried = [policies.tried(policy, known.get(one.name), device) for one in found]
+        tried = [policies.tried(policy, known.get(region.name), device) for region in found]
         self.regions += install(
             list(zip(found, tried, strict=True)),
             budget_s=budget_s,
@@ -117,7 +117,7 @@ class CompilationState:
 
     def conclude(self, chosen: str, reason: str, times_ms: Mapping[str, float] | None) -> None:
         """Have the model go on in the `chosen` way, and tell people and the next run of it."""
-        is_failed = reason == reasons.ASKED_FOR and all(one.failure for one in self.regions)
+        is_failed = reason == reasons.ASKED_FOR and all(region.failure for region in self.regions)
         told = (EAGER, reasons.FAILED) if is_failed else (chosen, reason)
         dropped = outcome.dropped(self.regions)
         decisions.record(self.subject.what, *told, times_ms=times_ms, dropped=dropped)
@@ -125,9 +125,9 @@ class CompilationState:
         if chosen == EAGER:
             self.drop_regions()
         else:
-            for one in self.regions:
-                if one.failure:
-                    one.remove()
+            for region in self.regions:
+                if region.failure:
+                    region.remove()
             self.is_on = True
         self.lower()
 

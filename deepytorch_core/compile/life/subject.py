@@ -54,7 +54,7 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """The place of its parameters."""
-        return next((one.device for one in self.root.parameters()), torch.device("cpu"))
+        return next((parameter.device for parameter in self.root.parameters()), torch.device("cpu"))
 
     def ranks(self, what: str = "") -> guard.Ranks:
         """Those of now: a script may end its process group, or make another, meanwhile."""

@@ -92,7 +92,9 @@ def get(name: str) -> Policy:
 def automatic(device: torch.device) -> list[Policy]:
     """Return the policies that `auto` tries on `device`, in order."""
     _load()
-    return [one for one in _table.values() if one.automatic and one.why_not(device) is None]
+    return [
+        policy for policy in _table.values() if policy.automatic and policy.why_not(device) is None
+    ]
 
 
 def tried(asked: str, known: list[str] | None, device: torch.device) -> list[Policy]:
