@@ -25,10 +25,10 @@ def add(work: Callable[[], None]) -> Callable[[], None]:
 
 def launched() -> None:
     """A forward pass was launched. Work that fails is not done again, and says so."""
-    for one in list(_work):
+    for work in list(_work):
         try:
-            one()
+            work()
         except Exception as error:  # the script has asked for none of it
-            _work.remove(one)
+            _work.remove(work)
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             console.say_first(f"work beside the GPU's ends: {why}")

@@ -26,4 +26,4 @@ def note(model: Any, part: str) -> None:
 
 def is_noted(model: Any, part: str) -> bool:
     """Whether the script has decided about `part` of a module or of any module in it."""
-    return _said is not None and any(part in _said.get(one, ()) for one in model.modules())
+    return _said is not None and any(part in _said.get(module, ()) for module in model.modules())

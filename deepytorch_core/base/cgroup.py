@@ -69,10 +69,12 @@ class CgroupMemory:
         none.
         """
         found = [cls._at(level, total_bytes) for level in group.levels]
-        limited = [(one.limit - one.used, one) for one in found if one.limit is not None]
+        limited = [
+            (memory.limit - memory.used, memory) for memory in found if memory.limit is not None
+        ]
         if limited:
             return min(limited, key=lambda pair: pair[0])[1]
-        return next((one for one in found if one.used), found[0])
+        return next((memory for memory in found if memory.used), found[0])
 
     @classmethod
     def _at(cls, level: Level, total_bytes: int) -> CgroupMemory:

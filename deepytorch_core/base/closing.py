@@ -36,19 +36,22 @@ def _say(is_active: Callable[[], bool]) -> None:
 
 def line(made: tuple[dict[str, Any], ...]) -> str | None:
     """Say what was switched on, with measured times; None where all is stock's."""
-    last = {one["what"]: one for one in made}
-    kept = [one for one in last.values() if not decisions.is_stock(one)]
+    last = {decision["what"]: decision for decision in made}
+    kept = [decision for decision in last.values() if not decisions.is_stock(decision)]
     if not kept:
         return None
-    shown = [f"{one['what']}: {one['chosen']}{_gain(made, one)}" for one in kept[:_MOST]]
+    shown = [
+        f"{decision['what']}: {decision['chosen']}{_gain(made, decision)}"
+        for decision in kept[:_MOST]
+    ]
     more = [f"{len(kept) - _MOST} more (deepytorch.report())"] if len(kept) > _MOST else []
     return f"switched on: {', '.join([*shown, *more])}; {OFF_SWITCH}"
 
 
 def _gain(made: tuple[dict[str, Any], ...], kept: Mapping[str, Any]) -> str:
     """As it was measured in this run, where it was."""
-    for one in reversed(made):
-        times = one["times_ms"] if one["what"] == kept["what"] else {}
+    for decision in reversed(made):
+        times = decision["times_ms"] if decision["what"] == kept["what"] else {}
         before = next((ms for name, ms in times.items() if decisions.is_stock_name(name)), None)
         after = times.get(kept["chosen"])
         if before is not None and after is not None:

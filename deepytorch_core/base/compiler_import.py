@@ -40,9 +40,9 @@ def load() -> None:
     importlib.import_module("torch._dynamo")
     from torch.fx._symbolic_trace import wrap
 
-    for one in gc.get_objects():
-        if type(one) is FrameType and one.f_code is wrap.__code__:
-            one.clear()
+    for candidate in gc.get_objects():
+        if type(candidate) is FrameType and candidate.f_code is wrap.__code__:
+            candidate.clear()
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def record(
     decision = {"what": what, "chosen": chosen, "reason": reason, "times_ms": dict(times_ms or {})}
     if dropped:
         decision["dropped"] = dict(dropped)
-    is_new = not any(_is_same(decision, one) for one in _made)
+    is_new = not any(_is_same(decision, earlier) for earlier in _made)
     _made.append(decision)
     if is_new:
         say_once(sentence(decision), level="info" if times_ms or dropped else "debug")

@@ -64,7 +64,7 @@ def _find_elsewhere(
 
 def awaited() -> list[str]:
     """Modules whose import something of ours waits for, in the order of their names."""
-    return sorted({one._name for one in sys.meta_path if isinstance(one, ImportHook)})
+    return sorted({finder._name for finder in sys.meta_path if isinstance(finder, ImportHook)})
 
 
 class _ThenCall(Loader):

@@ -62,7 +62,7 @@ def original_of(function: _Function) -> _Function:
 def replaced() -> list[Replaced]:
     """All attributes that are replaced now, in the order of their names."""
     found = {layer.told for layer in list(_layers.values()) if layer.patches.active}
-    return sorted(found, key=lambda one: (one.owner, one.name, one.why))
+    return sorted(found, key=lambda attribute: (attribute.owner, attribute.name, attribute.why))
 
 
 class Patches:

@@ -116,7 +116,7 @@ def there(store: Any, key: str) -> str | None:
 def texts(store: Any, keys: Sequence[str]) -> list[str]:
     """The values of keys that are there."""
     if is_torchs(store):  # one question
-        return [one.decode() for one in store.multi_get(list(keys))]
+        return [value.decode() for value in store.multi_get(list(keys))]
     return [text(store, key) for key in keys]
 
 

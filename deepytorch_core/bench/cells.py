@@ -78,7 +78,7 @@ def caption(files: Files, wrong: str = "wrong elements") -> str:
 
     `wrong` is what the records' field of that name counts.
     """
-    records = [record for one in files.values() for record in one]
+    records = [record for group in files.values() for record in group]
     baselines = distinct(record["baseline"] for record in records)
     num_wrong = sum(record["wrong"] + record.get("baseline_wrong", 0) for record in records)
     sources = "; ".join(_source(name, own) for name, own in files.items() if own)

@@ -57,10 +57,10 @@ def _table(
     files: Files, rows: dict[_Row, dict[int, Record]], titles: dict[str, str], columns: list[int]
 ) -> str:
     shown = {
-        name: [one for row, own in rows.items() if row[4] == name for one in own.values()]
+        name: [record for row, own in rows.items() if row[4] == name for record in own.values()]
         for name in files
     }
-    origins = Provenance(one for records in shown.values() for one in records)
+    origins = Provenance(record for records in shown.values() for record in records)
     has_timing = any(len(row) > 5 for row in rows)
     titles = {**titles, "against": "---", **({"timing": "---"} if has_timing else {})}
     titles |= {_heading(size): "---:" for size in columns} | origins.titles
@@ -132,7 +132,7 @@ def _latest_choices(records: Sequence[Record]) -> list[Record]:
 
 def _choices(record: Record) -> Iterable[list[str]]:
     place = f" ({describe_emulated(record['emulated'])})" if record.get("emulated") else ""
-    chosen = {(one["collective"], one["first_bytes"]) for one in record["choices"]}
+    chosen = {(choice["collective"], choice["first_bytes"]) for choice in record["choices"]}
     for case in dict.fromkeys((row["op"], row["bytes"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["op"], row["bytes"]) == case]
         best = max(rows, key=lambda row: float(row["speedup"]))

@@ -166,7 +166,7 @@ class Run:
     def caches(self, name: str) -> dict[str, str]:
         """Environment variables of processes that find no compiled code but each other's."""
         names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-        return {variable: f"{self.scratch}/{name}/{one}" for variable, one in names.items()}
+        return {variable: f"{self.scratch}/{name}/{folder}" for variable, folder in names.items()}
 
     def environment(self, process: int, store_ports: Sequence[int]) -> dict[str, str]:
         """Environment variables of one process; the launcher serves `NUM_STORES` stores for it."""

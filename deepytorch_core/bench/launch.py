@@ -139,7 +139,7 @@ class _Ranks:
             if self._setup.mpiexec is None:
                 network, seats = self._network, self._job.seats
                 for rank in range(self._job.num_processes):
-                    ports = [one.port for one in self._others]
+                    ports = [store.port for store in self._others]
                     variables = dict(self._job.environment(rank, ports))
                     # Several processes of a rank, one for each arm, share its place.
                     node = None if network is None else seats[rank % len(seats)].node

@@ -157,10 +157,10 @@ def measure(
 def best(found: Iterable[Found]) -> list[Found]:
     """The fastest of each case that is worth it, none where NCCL's own choice is to stay."""
     chosen: dict[tuple[str, int], Found] = {}
-    for one in found:
-        before = chosen.get(one.trial.case)
-        if one.is_worth_it and (before is None or _gain(one) > _gain(before)):
-            chosen[one.trial.case] = one
+    for result in found:
+        before = chosen.get(result.trial.case)
+        if result.is_worth_it and (before is None or _gain(result) > _gain(before)):
+            chosen[result.trial.case] = result
     return list(chosen.values())
 
 
@@ -179,7 +179,7 @@ def settle(
     The best of many is often the luckiest. Runs on every rank with equal cases.
     """
     found = measure(trials(cases), communicators, clock, ranks)
-    again = measure([one.trial for one in best(found)], communicators, clock, ranks)
+    again = measure([result.trial for result in best(found)], communicators, clock, ranks)
     return found, best(again)
 
 
@@ -187,7 +187,7 @@ def entries(
     cases: Iterable[tuple[str, int]], chosen: Iterable[Found], *, nodes: int, ranks: int
 ) -> list[Entry]:
     """The table: a choice holds from its size up to the next one measured, the last up to twice."""
-    choices = {one.trial.case: one.trial.candidate for one in chosen}
+    choices = {result.trial.case: result.trial.candidate for result in chosen}
     table: list[Entry] = []
     sizes: dict[str, list[int]] = {}
     for op, size in sorted(cases):
@@ -212,7 +212,7 @@ def entries(
 
 def record(found: Sequence[Found], chosen: Sequence[Found], *, nodes: int, ranks: int) -> Record:
     """Return a record of what was found, and the table of what was chosen."""
-    cases = dict.fromkeys(one.trial.case for one in found)
+    cases = dict.fromkeys(result.trial.case for result in found)
     table = entries(cases, chosen, nodes=nodes, ranks=ranks)
     return {
         "bench": "nccl",
@@ -220,16 +220,16 @@ def record(found: Sequence[Found], chosen: Sequence[Found], *, nodes: int, ranks
         "nodes": nodes,
         "rows": [
             {
-                "op": one.trial.op,
-                "bytes": one.trial.num_bytes,
-                "algorithm": one.trial.candidate.algorithm,
-                "protocol": one.trial.candidate.protocol,
-                "time_us": round(one.comparison.time_us, 2),
-                "baseline_time_us": round(one.comparison.baseline_time_us, 2),
-                "speedup": round(one.comparison.speedup, 3),
-                "speedup_spread": [round(value, 3) for value in one.comparison.spread],
+                "op": result.trial.op,
+                "bytes": result.trial.num_bytes,
+                "algorithm": result.trial.candidate.algorithm,
+                "protocol": result.trial.candidate.protocol,
+                "time_us": round(result.comparison.time_us, 2),
+                "baseline_time_us": round(result.comparison.baseline_time_us, 2),
+                "speedup": round(result.comparison.speedup, 3),
+                "speedup_spread": [round(value, 3) for value in result.comparison.spread],
             }
-            for one in found
+            for result in found
         ],
         "choices": [dataclasses.asdict(entry) for entry in table],
     }
@@ -238,8 +238,8 @@ def record(found: Sequence[Found], chosen: Sequence[Found], *, nodes: int, ranks
 def lines(result: Record) -> Iterator[str]:
     """A line for each case: NCCL's own time, each candidate against it, and what is chosen."""
     chosen = {
-        (one["collective"], one["first_bytes"]): f"{one['algorithm']} {one['protocol']}"
-        for one in result["choices"]
+        (choice["collective"], choice["first_bytes"]): f"{choice['algorithm']} {choice['protocol']}"
+        for choice in result["choices"]
     }
     for case in dict.fromkeys((row["op"], row["bytes"]) for row in result["rows"]):
         rows = [row for row in result["rows"] if (row["op"], row["bytes"]) == case]

@@ -24,8 +24,8 @@ def speedup(slow: Rounds, fast: Rounds) -> list[float]:
     """
     ratios = [
         stock / ours
-        for one, other in zip(slow, fast, strict=True)
-        for stock, ours in zip(one, other, strict=True)
+        for slow_round, fast_round in zip(slow, fast, strict=True)
+        for stock, ours in zip(slow_round, fast_round, strict=True)
     ]
     if len(ratios) == 1:
         return ratios * 3

@@ -124,5 +124,7 @@ def _short(plan: counts.Counted) -> Record:
     """Return what a record keeps of a row of `_core.plans()`."""
     kept = ("device", "source", "measured_bytes", "algorithm", "delegated")
     of_candidate = ("algorithm", "chunk_bytes", "channels", "threads", "delegated", "median_us")
-    candidates = [{name: one[name] for name in of_candidate} for one in plan["candidates"]]
+    candidates = [
+        {name: candidate[name] for name in of_candidate} for candidate in plan["candidates"]
+    ]
     return {**{name: plan[name] for name in kept}, "candidates": candidates}

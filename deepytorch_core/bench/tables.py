@@ -48,15 +48,17 @@ NEEDED_FIELDS = (
 )
 
 # The tables show nothing of the rest, which older records don't have.
-NEEDED_OF_TRAIN = tuple(one for one in TRAIN_FIELDS if one not in ("round_speedups", "emulated"))
-NEEDED_OF_COMPILE = tuple(one for one in COMPILE_FIELDS if one != "warmup_phases_s")
+NEEDED_OF_TRAIN = tuple(
+    field for field in TRAIN_FIELDS if field not in ("round_speedups", "emulated")
+)
+NEEDED_OF_COMPILE = tuple(field for field in COMPILE_FIELDS if field != "warmup_phases_s")
 _OF_OURS_AND_STOCK = {
     *("engine", "stock", "stock_per_s", "ours_per_s", "speedup", "speedup_spread"),
     *("loss_max_diff", "stock_peak_gib", "ours_peak_gib"),
 }
-NEEDED_OF_WORKLOAD = tuple(one for one in WORKLOAD_FIELDS if one not in _OF_OURS_AND_STOCK)
+NEEDED_OF_WORKLOAD = tuple(field for field in WORKLOAD_FIELDS if field not in _OF_OURS_AND_STOCK)
 
-NEEDED_OF_DDP = tuple(one for one in DDP_FIELDS if one not in OLDER_DDP)
+NEEDED_OF_DDP = tuple(field for field in DDP_FIELDS if field not in OLDER_DDP)
 
 # A table of collectives on one machine's GPUs shows all of these.
 GPU_FIELDS = (
@@ -150,7 +152,9 @@ def replace(text: str, files: Mapping[str, Sequence[Record]], folder: str = "doc
     Raises ValueError unless these come in pairs, and for workloads of too few steps.
     """
     for name, records in files.items():
-        pairs.refuse_few(name, [one for one in records if kind_of(one) in ("workload", "parts")])
+        pairs.refuse_few(
+            name, [record for record in records if kind_of(record) in ("workload", "parts")]
+        )
     named = iter(sections(text, files))
 
     def section(match: re.Match[str]) -> str:

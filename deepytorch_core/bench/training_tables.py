@@ -24,7 +24,7 @@ _TRAIN_CASE = ("framework", "parameters", "batch_size", "world_size", "device", 
 
 
 def ddp(files: Files) -> str:
-    older = {name: [{**OLDER_DDP, **one} for one in own] for name, own in files.items()}
+    older = {name: [{**OLDER_DDP, **record} for record in own] for name, own in files.items()}
     titles = {"DDP training": "---", "ranks": "---:", "reduced per step": "---:"}
     titles |= {"against": "---", "steps/s": "---:", "losses": "---"}
     return _table(_latest(older, _DDP_CASE), titles, _ddp_row)
@@ -77,7 +77,7 @@ def _train_row(record: Record) -> list[str]:
 
 def compiled(files: Files) -> str:
     latest = {
-        name: [{**one, "baseline": one["stock"]} for one in own]
+        name: [{**record, "baseline": record["stock"]} for record in own]
         for name, own in _latest(files, ("workload", "device")).items()
     }
     titles = {"training": "---", "batch": "---:", "against eager": "---:"}
@@ -121,7 +121,7 @@ def _pair(record: Record, field: str, form: str) -> str:
     """Say how busy the GPU is in stock's and our second run, and when ours were steady."""
     arms = ("stock", "second") if field == "busy" else ("ours", "second")
     values = [record[f"{arm}_{field}"] for arm in arms]
-    return ": ".join("?" if one is None else form.format(one) for one in values)
+    return ": ".join("?" if value is None else form.format(value) for value in values)
 
 
 def _latest(files: Files, case: Sequence[str]) -> Files:

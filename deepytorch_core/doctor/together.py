@@ -74,7 +74,9 @@ class LaunchedJob:
         if self.rank != 0:
             return Together(is_leader=is_leader, num_nodes=len(self.leaders))
         measuring = [rank for pair in pairs for rank in pair]
-        errors = [f"rank {one}: {ranks[one]['error']}" for one in measuring if ranks[one]["error"]]
+        errors = [
+            f"rank {rank}: {ranks[rank]['error']}" for rank in measuring if ranks[rank]["error"]
+        ]
         found = self._paths(pairs, errors)
         if with_link:
             found = self._links(found)
@@ -82,7 +84,8 @@ class LaunchedJob:
             found,
             num_nodes=len(self.leaders),
             versions={
-                f"{ranks[one]['host']} (rank {one})": ranks[one]["versions"] for one in self.leaders
+                f"{ranks[rank]['host']} (rank {rank})": ranks[rank]["versions"]
+                for rank in self.leaders
             },
         )
 
@@ -91,7 +94,9 @@ class LaunchedJob:
         if self.rank != 0:
             if self.rank in self.leaders:
                 # No more than is shown: the path to rank 0 may be what swallows large packets.
-                wrong = [one for one in findings if one.state in {State.WARN, State.FAIL}]
+                wrong = [
+                    finding for finding in findings if finding.state in {State.WARN, State.FAIL}
+                ]
                 self._put(f"findings/{self.rank}", [finding.to_dict() for finding in wrong])
             self._put(f"done/{self.rank}", True)
             return []
@@ -105,8 +110,8 @@ class LaunchedJob:
                 remedy = "deepytorch doctor   # on that node"
                 everything.append(Finding(State.WARN, text, remedy, check="ranks"))
                 continue
-            found = [Finding.from_dict(one) for one in theirs]
-            everything += [dataclasses.replace(one, node=name) for one in found]
+            found = [Finding.from_dict(finding) for finding in theirs]
+            everything += [dataclasses.replace(finding, node=name) for finding in found]
         with contextlib.suppress(RuntimeError):
             for rank in range(1, self.size):
                 self._get(f"done/{rank}")  # this process may serve the store: the last to leave

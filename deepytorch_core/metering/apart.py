@@ -295,17 +295,19 @@ def _first_of(optimizer: Any) -> Any:
 
 
 def _parameters_of(optimizer: Any) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _bytes_of(optimizer: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in _parameters_of(optimizer))
+    return sum(
+        parameter.numel() * parameter.element_size() for parameter in _parameters_of(optimizer)
+    )
 
 
 def _trains(optimizer: Any) -> bool:
     """Whether a model learns here: not a number such as a temperature, nor shared memory."""
-    graded = [one for one in _parameters_of(optimizer) if one.grad is not None]
-    if all(one.numel() == 1 for one in graded):
+    graded = [parameter for parameter in _parameters_of(optimizer) if parameter.grad is not None]
+    if all(parameter.numel() == 1 for parameter in graded):
         return False
     # Hogwild's processes step on the same parameters. On a GPU all tensors count as shared.
     return graded[0].device.type != "cpu" or not graded[0].is_shared()

@@ -57,14 +57,18 @@ def arrivals() -> list[Counted]:
     core = _core()
     groups: list[Counted] = core.arrivals() if core is not None else []
     # A child can't go on with its parent's native groups, so theirs stay as they were.
-    return groups if _parents is None else [one for one in groups if one not in _parents.arrivals]
+    return (
+        groups
+        if _parents is None
+        else [group for group in groups if group not in _parents.arrivals]
+    )
 
 
 def plans() -> list[Counted]:
     """Return the plans that the native tuner settled on: `_core.plans()`."""
     core = _core()
     settled: list[Counted] = core.plans() if core is not None else []
-    return settled if _parents is None else [one for one in settled if one not in _parents.plans]
+    return settled if _parents is None else [plan for plan in settled if plan not in _parents.plans]
 
 
 def serves(plan: Mapping[str, Any], op: str, share_bytes: int) -> bool:
@@ -85,11 +89,11 @@ def recent() -> list[Counted]:
 
     times: dict[tuple[str, str, bool, int], list[int]] = {}
     last_ns: dict[str, int] = {}
-    for one in record.ended(core.flight_record_fd()):
-        began_ns = max(one.entered_ns, last_ns.get(one.group, 0))
-        last_ns[one.group] = max(one.ended_ns, began_ns)
-        key = one.group, one.op, one.native, one.bytes
-        times.setdefault(key, []).append(max(0, one.ended_ns - began_ns))
+    for operation in record.ended(core.flight_record_fd()):
+        began_ns = max(operation.entered_ns, last_ns.get(operation.group, 0))
+        last_ns[operation.group] = max(operation.ended_ns, began_ns)
+        key = operation.group, operation.op, operation.native, operation.bytes
+        times.setdefault(key, []).append(max(0, operation.ended_ns - began_ns))
     return [
         {
             "group": group,

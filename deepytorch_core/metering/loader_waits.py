@@ -36,12 +36,12 @@ _known: dict[tuple[Any, ...], Waits] = {}
 
 def report() -> tuple[dict[str, Any], ...]:
     """Plain values, one entry for all loaders of the same settings."""
-    return tuple(dataclasses.asdict(one) for one in _known.values() if one.batches)
+    return tuple(dataclasses.asdict(waits) for waits in _known.values() if waits.batches)
 
 
 def waited_s() -> float:
     """Seconds that all of them were waited for."""
-    return sum(one.waited_s for one in _known.values())
+    return sum(waits.waited_s for waits in _known.values())
 
 
 _WHY = "the report tells how long data was waited for"

@@ -72,7 +72,7 @@ def counters() -> Counters:
     rank = global_rank()
     for group in counts.arrivals():
         waited_us += group["waited_us"]
-        held_us += sum(one["cost_us"] for one in group["ranks"] if one["rank"] == rank)
+        held_us += sum(entry["cost_us"] for entry in group["ranks"] if entry["rank"] == rank)
     return Counters(exposed_s, waited_us / 1e6, held_us / 1e6, data_s, tuning_s)
 
 
@@ -179,8 +179,8 @@ class Course:
             losses = list(self._losses)
             steps = self._steps
         whole = Bucket(0.0, 0.0, 0, Counters())
-        for one in buckets:
-            whole = _joined(whole, one)
+        for bucket in buckets:
+            whole = _joined(whole, bucket)
         plain = whole.to_dict() | {"start_s": buckets[0].start_s if buckets else None}
         # Before the first step's end nothing is timed.
         return plain | {
@@ -188,8 +188,8 @@ class Course:
             "timed_steps": whole.steps,
             "all_tuning_s": counters().tuning_s,
             "gpu_share": self._gpu.share,
-            "buckets": [one.to_dict() for one in buckets],
-            "losses": [list(one) for one in losses],
+            "buckets": [bucket.to_dict() for bucket in buckets],
+            "losses": [list(loss) for loss in losses],
         }
 
     def _begin(self, now: float, known: Counters) -> None:

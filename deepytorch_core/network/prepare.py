@@ -252,8 +252,8 @@ def measured(store: Any) -> MeasuredLinks:
         for number in range(len(plan["pairs"]))
     ]
     return MeasuredLinks(
-        links=tuple(links.Link.from_dict(one["link"]) for one in results if "link" in one),
-        errors=tuple(one["error"] for one in results if "error" in one),
+        links=tuple(links.Link.from_dict(result["link"]) for result in results if "link" in result),
+        errors=tuple(result["error"] for result in results if "error" in result),
         by_rdma=plan["rdma"],
     )
 

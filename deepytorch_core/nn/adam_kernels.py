@@ -257,7 +257,7 @@ def launch(
         grad_scale,
         *corrections,
         # As floats: integers would be compiled in if they are 1 or multiples of 16.
-        *(len(one) - 1.0 for one in corrections),
+        *(len(correction) - 1.0 for correction in corrections),
         0.0 if is_tensor else lr,
         *betas,
         weight_decay,

@@ -32,29 +32,35 @@ BUDGET_S = 30.0
 def why_not(model: nn.Module) -> str | None:
     """Why the layout of this model's inputs is left alone, or None."""
     own = [parameter.numel() for parameter in model.parameters()]
-    convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d)]
-    share = sum(one.weight.numel() for one in convolutions) / max(1, sum(own))
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    share = sum(convolution.weight.numel() for convolution in convolutions) / max(1, sum(own))
     if share < LEAST_SHARE:
         return f"{share:.0%} of the parameters are 2-D convolutions"
-    if any(hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in model.parameters()):
+    if any(
+        hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh")
+        for parameter in model.parameters()
+    ):
         return "its parameters are sharded, so a step of one rank can't be tried"
-    weights = [one.weight for one in convolutions]
+    weights = [convolution.weight for convolution in convolutions]
     if any(
         w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous()
         for w in weights
     ):
         return "it is in channels_last already"
-    if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in model.parameters()):
+    if any(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        for parameter in model.parameters()
+    ):
         # An optimizer that steps within the backward pass, for one.
         return "somebody has hooks on its gradients, so a step can't be tried"
-    if any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm communicates, so a step can't be tried"
     return None
 
 
 def is_convolutional(model: nn.Module) -> bool:
     """Whether the policy has anything to say about the model."""
-    return any(isinstance(one, nn.Conv2d) for one in model.modules())
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
 
 
 class ChannelsLast:
@@ -162,9 +168,13 @@ class _FirstBatch:
             given = tree_map(_apart, (args, kwargs))
             given = _convert_inputs(model, *given) if layout.is_on else given
             outputs = tree_leaves(model.forward(*given[0], **given[1]))
-            found = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
-            torch.autograd.backward([one.float().square().mean() for one in found])
-            return [one.detach() for one in found]
+            found = [
+                output
+                for output in outputs
+                if isinstance(output, torch.Tensor) and output.requires_grad
+            ]
+            torch.autograd.backward([output.float().square().mean() for output in found])
+            return [output.detach() for output in found]
 
         kind = next(model.parameters()).device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -178,7 +188,7 @@ class _FirstBatch:
             budget_s=BUDGET_S,
             clock=functools.partial(_clock_for, model) if is_compiled else None,
         )
-        shapes = [list(one.shape) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)]
+        shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
         prefer = "it is the layout of compiled convolutions" if is_compiled else None
         facts = {"shapes": shapes}
         guard.choose(self._what, [candidate], trial, facts=facts, prefer=prefer)

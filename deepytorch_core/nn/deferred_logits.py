@@ -183,7 +183,7 @@ class DeferredLogits(torch.Tensor):
             source: see `source` above.
         """
         origin = _Origin(compute, inputs, dtype, device.type)
-        origin.parameters = tuple(one for one in parameters if one.requires_grad)
+        origin.parameters = tuple(parameter for parameter in parameters if parameter.requires_grad)
         return _deferred(
             origin,
             origin.gradients,
@@ -301,7 +301,7 @@ class _Origin:
 
     def wanted(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Those of `inputs` and the parameters that get gradients."""
-        return *(one for one in inputs if _plain(one, _REQUIRES_GRAD)), *self.parameters
+        return *(tensor for tensor in inputs if _plain(tensor, _REQUIRES_GRAD)), *self.parameters
 
     def made(self) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
         """Stand-ins of the inputs, cut off from what they come from, and the logits of those.
@@ -312,8 +312,8 @@ class _Origin:
             kind, dtype, enabled = self._autocast
             with apart(), torch.autocast(kind, dtype=dtype, enabled=enabled):
                 leaves = [
-                    _elements(one).requires_grad_(_plain(one, _REQUIRES_GRAD))
-                    for one in self._inputs
+                    _elements(tensor).requires_grad_(_plain(tensor, _REQUIRES_GRAD))
+                    for tensor in self._inputs
                 ]
                 logits = read(self._compute(*leaves)).to(self.dtype)
             self._made = (leaves, logits, logits._version)
@@ -456,9 +456,9 @@ def _gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         found = torch.autograd.grad(*args, **kwargs)
     wanted = kwargs.get("inputs", args[1] if len(args) > 1 else ())
     wanted = [wanted] if isinstance(wanted, torch.Tensor) else wanted
-    for one, gradient in zip(wanted, found, strict=False):
-        if gradient is None and isinstance(one, DeferredLogits) and one.bypassed is not None:
-            _Refusal("torch.autograd.grad", one.bypassed)()
+    for tensor, gradient in zip(wanted, found, strict=False):
+        if gradient is None and isinstance(tensor, DeferredLogits) and tensor.bypassed is not None:
+            _Refusal("torch.autograd.grad", tensor.bypassed)()
     return found
 
 

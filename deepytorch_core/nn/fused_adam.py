@@ -83,7 +83,7 @@ class _Entry:
             if entry is not None:
                 entry.is_alive = False
 
-        self._references = [weakref.ref(one, gone) for one in _kept(lists, steps)]
+        self._references = [weakref.ref(tensor, gone) for tensor in _kept(lists, steps)]
 
     def table(self, gradients: tuple[int, ...], device: torch.device) -> Table:
         """The table for gradients at these addresses."""
@@ -190,17 +190,17 @@ def _described(gradients: Sequence[Tensor]) -> list[list[Any]]:
 
 def _are_served(lists: Lists, steps: Sequence[Tensor]) -> bool:
     first = lists[0][0]
-    if first.dtype not in DTYPES or len({len(one) for one in (*lists, steps)}) != 1:
+    if first.dtype not in DTYPES or len({len(tensors) for tensors in (*lists, steps)}) != 1:
         return False
     for parameter, *others in zip(*lists, strict=True):
         if not _is_plain(parameter, first) or not _is_dense(parameter):
             return False
-        for one in others:
-            is_alike = one.shape == parameter.shape and one.stride() == parameter.stride()
-            if not is_alike or not _is_plain(one, first):
+        for other in others:
+            is_alike = other.shape == parameter.shape and other.stride() == parameter.stride()
+            if not is_alike or not _is_plain(other, first):
                 return False
-    are_counts = all(_is_scalar(one, first) for one in steps)
-    return are_counts and sum(one.numel() for one in lists[0]) >= LEAST_ELEMENTS
+    are_counts = all(_is_scalar(step, first) for step in steps)
+    return are_counts and sum(tensor.numel() for tensor in lists[0]) >= LEAST_ELEMENTS
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -284,14 +284,14 @@ def is_taken(
             return False
     names = ("beta1", "beta2", "weight_decay", "eps")
     numbers = {name: settings[name] for name in names}
-    if not all(isinstance(one, float | int) for one in numbers.values()):
+    if not all(isinstance(number, float | int) for number in numbers.values()):
         return False
     if numbers["eps"] < LEAST_EPS:
         return False
     if not is_known(parameter.dtype, numbers["weight_decay"], is_decoupled=is_decoupled):
         return False
     given = settings.get("grad_scale"), settings.get("found_inf")
-    if not all(one is None or _is_scalar(one, parameter) for one in given):
+    if not all(scalar is None or _is_scalar(scalar, parameter) for scalar in given):
         return False
     gradients, firsts, seconds = lists[1], lists[2], lists[3]
     stream = _stream(parameter.device)
@@ -299,7 +299,7 @@ def is_taken(
     if table is None:
         return False
     betas = float(numbers["beta1"]), float(numbers["beta2"])
-    corrections = [known.corrections(one, parameter.device, stream) for one in betas]
+    corrections = [known.corrections(beta, parameter.device, stream) for beta in betas]
     if corrections[0] is None or corrections[1] is None:
         return False
     launch(

@@ -71,7 +71,7 @@ def linear_cross_entropy_sum(
             f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)}: expected (tokens, "
             "width) and (tokens,)"
         )
-    parameters = tuple(one for one in head.parameters() if one.requires_grad)
+    parameters = tuple(parameter for parameter in head.parameters() if parameter.requires_grad)
     plan = _Plan(head, targets, chunk or chunk_size(head, hidden.device), ignore_index, parameters)
     if forward is None and plan.is_plain:
         weight, bias = head.weight, head.bias
@@ -89,7 +89,9 @@ def is_linear(head: nn.Module) -> bool:
 
 def chunk_size(head: nn.Module, device: torch.device) -> int:
     """Tokens at a time for this head's vocabulary, a power of two."""
-    vocabulary = max((one.shape[0] for one in head.parameters() if one.dim() == 2), default=1)
+    vocabulary = max(
+        (parameter.shape[0] for parameter in head.parameters() if parameter.dim() == 2), default=1
+    )
     elements = CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
     return max(LEAST_CHUNK, 1 << (max(1, elements // vocabulary).bit_length() - 1))
 
@@ -132,10 +134,10 @@ class _PlainHead(torch.autograd.Function):
         device = hidden.device.type
         inputs = [hidden, weight] + ([] if bias is None else [bias])
         if torch.is_autocast_enabled(device):
-            inputs = [one.to(torch.get_autocast_dtype(device)) for one in inputs]
+            inputs = [tensor.to(torch.get_autocast_dtype(device)) for tensor in inputs]
         sums = [
-            torch.zeros_like(one, dtype=_sum_dtype(one)) if needed else None
-            for one, needed in zip(inputs, ctx.needs_input_grad, strict=False)
+            torch.zeros_like(tensor, dtype=_sum_dtype(tensor)) if needed else None
+            for tensor, needed in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         with torch.autocast(device, enabled=False):
             loss = _run_plain(inputs, plan, sums)
@@ -243,8 +245,8 @@ def _gradients(
 
 
 def _keep(ctx: Any, gradients: list[torch.Tensor | None]) -> None:
-    ctx.has = [one is not None for one in gradients]
-    ctx.save_for_backward(*(one for one in gradients if one is not None))
+    ctx.has = [gradient is not None for gradient in gradients]
+    ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
 
 
 def _scaled(ctx: Any, factor: torch.Tensor) -> list[torch.Tensor | None]:

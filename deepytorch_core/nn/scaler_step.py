@@ -71,7 +71,7 @@ def _without_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         scaler: GradScaler, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         found = list(state["found_inf_per_device"].values())
-        given = [one for one in (*args, *kwargs.values()) if one is not None]
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
         is_plain = len(found) == 1 and found[0].dim() == 0  # that of sharded gradients is not
         if given or not is_plain or optimizer not in _optimizers or _needs_stock(optimizer):
             return original(scaler, optimizer, state, *args, **kwargs)
@@ -97,7 +97,7 @@ def _needs_stock(optimizer: Optimizer) -> bool:
         *hooks._global_optimizer_pre_hooks.values(),
         *hooks._global_optimizer_post_hooks.values(),
     ]
-    return not all(str(getattr(one, "__module__", None)).startswith(_OWN) for one in found)
+    return not all(str(getattr(hook, "__module__", None)).startswith(_OWN) for hook in found)
 
 
 def _is_torchs(step: Any) -> bool:

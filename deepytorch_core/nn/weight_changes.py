@@ -47,9 +47,11 @@ class Steps:
         if self._last_of_gone > since:
             return True
         ours = list(weights)
-        trained = {id(one) for one in ours if one.requires_grad}
+        trained = {id(weight) for weight in ours if weight.requires_grad}
         held = [(_held_by(optimizer()), last) for optimizer, last in self._last.values()]
-        if any(last > since and any(id(one) in theirs for one in ours) for theirs, last in held):
+        if any(
+            last > since and any(id(weight) in theirs for weight in ours) for theirs, last in held
+        ):
             return True
         return bool(trained) and not any(trained <= theirs for theirs, _ in held)
 
@@ -66,7 +68,7 @@ steps = Steps()
 
 def _held_by(optimizer: Any) -> set[int]:
     groups = getattr(optimizer, "param_groups", ())
-    return {id(one) for group in groups for one in group["params"]}
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def too_late() -> RuntimeError:

@@ -97,7 +97,7 @@ def groups(topology: Topology) -> list[NumaGroup]:
     def place(index: int) -> int:
         return index if index in known else alone
 
-    if not all(place(one) in known for one in _devices(topology)):
+    if not all(place(numa_node) in known for numa_node in _devices(topology)):
         nodes.append(None)
     found = []
     for node in nodes:
@@ -106,7 +106,7 @@ def groups(topology: Topology) -> list[NumaGroup]:
             node=node,
             bridges=_tree([gpu for gpu in topology.gpus if place(gpu.numa_node) == index]),
             nics=tuple(nic for nic in _real(topology) if place(nic.numa_node) == index),
-            rdma=tuple(one for one in topology.rdma if place(one.numa_node) == index),
+            rdma=tuple(device for device in topology.rdma if place(device.numa_node) == index),
         )
         if group.gpus or group.nics or group.rdma or (node is not None and node.cpus):
             found.append(group)
@@ -121,7 +121,9 @@ def _devices(topology: Topology) -> list[int]:
 def _real(topology: Topology) -> list[Nic]:
     """Adapters, and virtual interfaces that carry something."""
     # Those that an RDMA device serves too are drawn as that one.
-    served = {gid.interface for one in topology.rdma for port in one.ports for gid in port.gids}
+    served = {
+        gid.interface for device in topology.rdma for port in device.ports for gid in port.gids
+    }
     return [
         nic
         for nic in topology.nics
@@ -140,7 +142,7 @@ def _near(gpus: Sequence[Gpu], distances: Iterable[str]) -> list[list[Gpu]]:
     near: list[list[Gpu]] = []
     for gpu in gpus:
         peers = {link.peer for link in gpu.links if link.distance in distances}
-        mine = next((one for one in near if any(other.index in peers for other in one)), None)
+        mine = next((group for group in near if any(other.index in peers for other in group)), None)
         if mine is None:
             near.append([gpu])
         else:
@@ -175,7 +177,7 @@ def links(topology: Topology) -> list[Links]:
         )
         for (word, is_measured, nvlinks), speeds in kinds.items()
     ]
-    return sorted(found, key=lambda one: (-one.gbps[1], one.word, one.pairs))
+    return sorted(found, key=lambda kind: (-kind.gbps[1], kind.word, kind.pairs))
 
 
 def gbps(gpu: Gpu, link: GpuLink, peer: Gpu) -> tuple[float, bool]:

@@ -55,8 +55,8 @@ def ask(name: str, *, why_fixed: str = "", enough: int | None = None) -> int | N
     known = _asked.get(name)
     if known is not None:
         # Several models: one that takes it is enough, and the largest needs most.
-        open_ones = [one for one in (known.why_fixed, why_fixed) if not one]
-        sizes = [one for one in (known.enough, enough) if one is not None]
+        open_ones = [reason for reason in (known.why_fixed, why_fixed) if not reason]
+        sizes = [size for size in (known.enough, enough) if size is not None]
         _asked[name] = Asked("" if open_ones else why_fixed, max(sizes, default=None))
     else:
         _asked[name] = Asked(why_fixed, enough)

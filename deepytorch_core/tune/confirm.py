@@ -45,8 +45,8 @@ class Confirmation:
     def medians_ms(self) -> dict[Setting, float]:
         """A step's, of each contestant that ended a round."""
         return {
-            one: 1e3 * statistics.median(trial.median_s for trial in trials)
-            for one, trials in self.trials.items()
+            contestant: 1e3 * statistics.median(trial.median_s for trial in trials)
+            for contestant, trials in self.trials.items()
             if trials
         }
 
@@ -55,8 +55,8 @@ class Confirmation:
         """In the median, of those that ended all rounds; None if no round was ended."""
         medians = self.medians_ms
         rounds = len(self.trials[DEFAULTS])
-        all_along = [one for one in medians if len(self.trials[one]) == rounds]
-        return min(all_along, key=lambda one: medians[one], default=None)
+        all_along = [contestant for contestant in medians if len(self.trials[contestant]) == rounds]
+        return min(all_along, key=lambda contestant: medians[contestant], default=None)
 
     @property
     def times_ms(self) -> dict[str, float]:
@@ -81,18 +81,18 @@ def confirm(
     rounds: list[dict[Setting, TuningTrial]] = []
     failed: dict[Setting, str] = {}
     for number in range(ROUNDS):
-        still = [one for one in contestants if one not in failed]
+        still = [contestant for contestant in contestants if contestant not in failed]
         if DEFAULTS in failed or len(still) < 2:
             break
         rounds.append({})
         first = number % len(still)  # nobody always comes first
-        for one in (*still[first:], *still[:first]):
-            trial = measure(one)
+        for contestant in (*still[first:], *still[:first]):
+            trial = measure(contestant)
             if not trial.problem:
-                rounds[-1][one] = trial
+                rounds[-1][contestant] = trial
                 continue
-            failed[one] = f"failed when repeated: {trial.problem}"
-            if one == DEFAULTS or len(failed) == len(contestants) - 1:
+            failed[contestant] = f"failed when repeated: {trial.problem}"
+            if contestant == DEFAULTS or len(failed) == len(contestants) - 1:
                 break
     return judge(setting, rounds, single_layer=single_layer, failed=failed)
 
@@ -107,8 +107,13 @@ def judge(
     """Judge by the rounds; `failed`: who did not end them, and why."""
     failed = failed or {}
     others = [setting, *([] if single_layer is None else [single_layer])]
-    shared = {one: [each for each in rounds if {one, DEFAULTS} <= each.keys()] for one in others}
-    trials = {one: tuple(each[one] for each in shared[one]) for one in others}
+    shared = {
+        contestant: [each for each in rounds if {contestant, DEFAULTS} <= each.keys()]
+        for contestant in others
+    }
+    trials = {
+        contestant: tuple(each[contestant] for each in shared[contestant]) for contestant in others
+    }
     most = max(shared.values(), key=len)
     trials = {DEFAULTS: tuple(each[DEFAULTS] for each in most), **trials}
 
@@ -120,8 +125,10 @@ def judge(
     if DEFAULTS in failed:
         return found(DEFAULTS, f"is not kept: the defaults {failed[DEFAULTS]}")
     verdicts = {
-        one: (False, failed[one]) if one in failed else _against_defaults(one, shared[one])
-        for one in others
+        contestant: (False, failed[contestant])
+        if contestant in failed
+        else _against_defaults(contestant, shared[contestant])
+        for contestant in others
     }
     repeats, reason = verdicts[setting]
     if single_layer is None:

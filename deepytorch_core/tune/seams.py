@@ -92,8 +92,8 @@ def _constructing_ddp(original: _Function) -> _Function:
 
 def _gradient_mb(module: Any) -> int:
     """MiB that all gradients need, rounded up: a bucket of that size holds all."""
-    trained = [one for one in module.parameters() if one.requires_grad]
-    num_bytes: int = sum(one.numel() * one.element_size() for one in trained)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    num_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return max(1, -(-num_bytes // _MIB))
 
 
@@ -102,7 +102,7 @@ def _finding_fsdp2(original: _Function) -> _Function:
         was_root = state._is_root
         original(state)
         if was_root is None and state._is_root:
-            _prefetch([one for one in state._state_ctx.all_states if one is not state])
+            _prefetch([other for other in state._state_ctx.all_states if other is not state])
 
     return lazy_init
 
@@ -113,7 +113,9 @@ def _prefetch(states: list[Any]) -> None:
     why_fixed = ""
     if len(modules) < 2:
         why_fixed = "the model has fewer than two sharded units besides the whole"
-    elif any(one._states_to_forward_prefetch or one._states_to_backward_prefetch for one in states):
+    elif any(
+        state._states_to_forward_prefetch or state._states_to_backward_prefetch for state in states
+    ):
         why_fixed = "the script sets what is prefetched"
     enough = max(1, len(modules) - 1)
     ahead = asking.ask("fsdp2_prefetch", why_fixed=why_fixed, enough=enough)

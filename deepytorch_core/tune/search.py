@@ -185,8 +185,8 @@ class Search:
         pairs = {
             setting
             for first, second in itertools.combinations(self._knobs, 2)
-            for one in _alternatives(self.best.setting, first)
-            for setting in _alternatives(one, second)
+            for alternative in _alternatives(self.best.setting, first)
+            for setting in _alternatives(alternative, second)
             if self._is_open(setting)
         }
         # Sorted, so that equals come in the same order in every run.

@@ -44,7 +44,7 @@ def gather(machine: Machine) -> ClockFacts:
 
 
 def judge(facts: ClockFacts) -> list[Finding]:
-    findings = [one for gpu in facts.gpus for one in _gpu(gpu)]
+    findings = [finding for gpu in facts.gpus for finding in _gpu(gpu)]
     for cpu in facts.cpus:
         if 0 < cpu.allowed_khz < 0.95 * cpu.most_khz:
             text = f"{cpu.count} cores may run at {cpu.allowed_khz / 1e6:.2f} GHz of "

@@ -39,7 +39,9 @@ def judge(facts: ConnectionFacts) -> list[Finding]:
     if not facts.capabilities:
         return [not_here(f"no GPU; {_NAME} is {value or 'unset'}")]
     has_megatron = [name for name in _MEGATRON if name in facts.frameworks]
-    before_blackwell = any(int(one.split(".")[0]) < _BLACKWELL for one in facts.capabilities)
+    before_blackwell = any(
+        int(capability.split(".")[0]) < _BLACKWELL for capability in facts.capabilities
+    )
     if value == "1" and not has_megatron:
         text = f"{_NAME}=1 and no Megatron: FSDP and ZeRO can't overlap copies and communication"
         return [warn(text, f"unset {_NAME}")]

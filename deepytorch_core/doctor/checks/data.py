@@ -49,7 +49,9 @@ def judge(facts: DataFacts) -> list[Finding]:
     if facts.loaders is None:
         text = "no run's report: json.dump(deepytorch.report().to_dict(), file) at its end, then "
         return [not_here(text + "deepytorch doctor --report FILE")]
-    told = [one for one in facts.loaders if one.batches >= _ENOUGH_BATCHES and one.elapsed_s > 0]
+    told = [
+        entry for entry in facts.loaders if entry.batches >= _ENOUGH_BATCHES and entry.elapsed_s > 0
+    ]
     if not told:
         return [not_here(f"the report has no DataLoader of {_ENOUGH_BATCHES} batches or more")]
     findings = []
@@ -62,7 +64,7 @@ def judge(facts: DataFacts) -> list[Finding]:
         findings.append(warn(text, _remedy(loader, facts)))
     if findings:
         return findings
-    worst = max(one.waited_s / one.elapsed_s for one in told)
+    worst = max(entry.waited_s / entry.elapsed_s for entry in told)
     return [okay(f"at most {worst:.1%} of the time waits for data")]
 
 

@@ -31,7 +31,7 @@ def gather(machine: Machine) -> IommuFacts:
     gpus = pci.gpus(machine)
     acs: dict[str, int | None] = {}
     unread = []
-    for bridge in dict.fromkeys(one for gpu in gpus for one in pci.above(machine, gpu)):
+    for bridge in dict.fromkeys(address for gpu in gpus for address in pci.above(machine, gpu)):
         config = pci.configuration(machine, bridge)
         if len(config) <= 0x100:
             unread.append(bridge)

@@ -31,8 +31,8 @@ def judge(facts: KernelFacts) -> list[Finding]:
         has = f"the core has kernels for {facts.built}" if facts.built else "the core has none"
         return [not_here(f"torch sees no GPU ({has})")]
     wanted = sorted({device.capability for device in facts.devices}, key=_number)
-    missing = [one for one in wanted if not runs(facts.built, one)]
-    architectures = ";".join(one.replace(".", "") for one in wanted)
+    missing = [capability for capability in wanted if not runs(facts.built, capability)]
+    architectures = ";".join(capability.replace(".", "") for capability in wanted)
     remedy = (
         f"{distribution.REINSTALL} --no-binary {distribution.NAME} "
         f"--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='{architectures}'"
@@ -53,7 +53,7 @@ def runs(built: str, capability: str) -> bool:
     exactly its own; PTX ("virtual") on everything that is newer.
     """
     mine = _number(capability)
-    return any(_serves(one, mine) for one in built.split())
+    return any(_serves(architecture, mine) for architecture in built.split())
 
 
 def _serves(one: str, mine: tuple[int, int]) -> bool:

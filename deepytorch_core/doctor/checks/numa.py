@@ -29,8 +29,8 @@ def gather(machine: Machine) -> NumaFacts:
     rank = launched.local_rank if launched else None
     visible = [gpu.index for gpu in found.gpus]
     chosen = (machine.environment.get("CUDA_VISIBLE_DEVICES") or "").split(",")
-    if all(one.strip().isdecimal() for one in chosen):  # else none, or by UUID
-        visible = [int(one) for one in chosen]
+    if all(device.strip().isdecimal() for device in chosen):  # else none, or by UUID
+        visible = [int(device) for device in chosen]
         if len(visible) == 1 and rank is not None:
             rank = 0  # the launcher gives each rank its own
     return NumaFacts(

@@ -27,7 +27,7 @@ def gather(machine: Machine) -> PcieFacts:
     links = tuple(pci.link(machine, address, kind) for address, kind in devices)
     return PcieFacts(
         # Virtual functions and devices of a hypervisor have no link of their own.
-        links=tuple(one for one in links if one.width and one.max_width),
+        links=tuple(link for link in links if link.width and link.max_width),
         power_states={state.pci: state.power_state for state in machine.gpu_states},
     )
 

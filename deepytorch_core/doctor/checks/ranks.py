@@ -29,7 +29,9 @@ def judge(facts: RankFacts) -> list[Finding]:
         held = {node: versions.get(name, "none") for node, versions in facts.versions.items()}
         if len(set(held.values())) == 1:
             continue
-        text = f"{name} differs: " + ", ".join(f"{node} {one}" for node, one in held.items())
+        text = f"{name} differs: " + ", ".join(
+            f"{node} {version}" for node, version in held.items()
+        )
         first = next(iter(held.values()))
         remedy = f"pip install {name}=={first.partition('+')[0]}   # on every node"
         if name == "python":

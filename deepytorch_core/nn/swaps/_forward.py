@@ -37,15 +37,15 @@ def _fits(module: nn.Module, x: Any) -> bool:
     # FSDP1 keeps parameters as plain attributes.
     own = [*module._parameters.values(), *vars(module).values()]
     return isinstance(x, torch.Tensor) and all(
-        one.dtype == x.dtype and one.device == x.device
-        for one in own
-        if isinstance(one, torch.Tensor)
+        value.dtype == x.dtype and value.device == x.device
+        for value in own
+        if isinstance(value, torch.Tensor)
     )
 
 
 def why_not(targets: tuple[nn.Module, ...]) -> str | None:
     """Why the forward of these modules can't be replaced."""
-    if any("forward" in vars(one) for one in targets):
+    if any("forward" in vars(target) for target in targets):
         return "its forward is replaced already"
     return None
 
@@ -68,20 +68,20 @@ def replace(module: nn.Module, function: Function) -> Callable[[], None]:
 def alike(modules: list[nn.Module]) -> list[tuple[nn.Module, ...]]:
     """Modules sorted into those of the same class, shapes, dtypes and settings."""
     groups: dict[str, list[nn.Module]] = {}
-    for one in modules:
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in one.named_parameters()]
+    for module in modules:
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
         settings = sorted(
-            (name, value) for name, value in vars(one).items() if isinstance(value, float | int)
+            (name, value) for name, value in vars(module).items() if isinstance(value, float | int)
         )
-        groups.setdefault(f"{type(one)} {shapes} {settings}", []).append(one)
+        groups.setdefault(f"{type(module)} {shapes} {settings}", []).append(module)
     return [tuple(group) for group in groups.values()]
 
 
 def is_whole(module: nn.Module) -> bool:
     """Whether the weights are here: neither on the meta device nor partitioned by ZeRO-3."""
     return not any(
-        one.is_meta or hasattr(one, "ds_id") or hasattr(one, "device_mesh")
-        for one in module.parameters()
+        parameter.is_meta or hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh")
+        for parameter in module.parameters()
     )
 
 

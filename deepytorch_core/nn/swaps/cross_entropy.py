@@ -45,8 +45,8 @@ def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The loss of the model's widest layer, if that has many classes."""
     if setting.autocast is None or setting.device.type != "cuda":
         return
-    widths = [getattr(one, "out_features", 0) for one in setting.model.modules()]
-    classes = max((one for one in widths if isinstance(one, int)), default=0)
+    widths = [getattr(module, "out_features", 0) for module in setting.model.modules()]
+    classes = max((width for width in widths if isinstance(width, int)), default=0)
     if classes >= LEAST_CLASSES:
         yield KernelPlace(
             kind=KIND,
@@ -158,7 +158,7 @@ def _called(
 
 def is_served(logits: Tensor, target: Tensor) -> bool:
     """Whether the kernels can take tensors of these types, dtypes and shapes."""
-    are_plain = all(type(one) in (Tensor, nn.Parameter) for one in (logits, target))
+    are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (logits, target))
     return (
         are_plain
         and logits.is_cuda

@@ -58,7 +58,9 @@ def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     for optimizer in setting.optimizers:
         own = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
         if type(own) in CLASSES and fused_optimizer.is_fused(own):
-            dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in _trained(own)})
+            dtypes = sorted(
+                {str(parameter.dtype).removeprefix("torch.") for parameter in _trained(own)}
+            )
             yield KernelPlace(
                 kind=KIND,
                 what=f"fused {type(own).__name__}({', '.join(dtypes)})",
@@ -88,7 +90,7 @@ class FusedAdam(Kernel):
             for name in ("amsgrad", "capturable", "differentiable"):
                 if group.get(name):
                     return f"{name}=True was asked for"
-        if any(type(one) not in (Tensor, nn.Parameter) for one in _trained(optimizer)):
+        if any(type(parameter) not in (Tensor, nn.Parameter) for parameter in _trained(optimizer)):
             return "parameters are of a class of their own"
         served = [
             (dtype, size)
@@ -116,9 +118,9 @@ def _sizes(group: dict[str, Any], optimizer: Any) -> dict[torch.dtype, int]:
     """Map dtypes to the numbers of elements that the kernel would update."""
     sizes: dict[torch.dtype, int] = {}
     is_decoupled = _is_decoupled(group, optimizer)
-    for one in group["params"]:
-        if fused_adam.is_known(one.dtype, group["weight_decay"], is_decoupled=is_decoupled):
-            sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel()
+    for parameter in group["params"]:
+        if fused_adam.is_known(parameter.dtype, group["weight_decay"], is_decoupled=is_decoupled):
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
     return sizes
 
 
@@ -197,12 +199,12 @@ class _Group:
     def __init__(self, group: dict[str, Any], optimizer: Any, left: int, device: Any) -> None:
         shapes: list[tuple[int, ...]] = []
         dtypes: list[torch.dtype] = []
-        for one in group["params"]:
-            if one.numel() and (one.numel() <= left or not shapes):
-                whole = one.numel() <= left
-                shapes.append(tuple(one.shape) if whole else (left,))
-                dtypes.append(one.dtype)
-                left -= min(one.numel(), left)
+        for parameter in group["params"]:
+            if parameter.numel() and (parameter.numel() <= left or not shapes):
+                whole = parameter.numel() <= left
+                shapes.append(tuple(parameter.shape) if whole else (left,))
+                dtypes.append(parameter.dtype)
+                left -= min(parameter.numel(), left)
         self.left = left
         generator = torch.Generator(device).manual_seed(len(shapes))
 
@@ -215,13 +217,14 @@ class _Group:
             ]
 
         self.start, self.gradients = drawn(0.02), drawn(1e-3)
-        self.parameters = [nn.Parameter(one.clone()) for one in self.start]
+        self.parameters = [nn.Parameter(tensor.clone()) for tensor in self.start]
         self.moments = [
-            [torch.empty_like(one, requires_grad=False) for one in self.start] for _ in range(2)
+            [torch.empty_like(tensor, requires_grad=False) for tensor in self.start]
+            for _ in range(2)
         ]
         self.steps = [torch.zeros((), dtype=torch.float32, device=device) for _ in shapes]
         self._name = "_fused_adamw_" if _is_decoupled(group, optimizer) else "_fused_adam_"
-        beta1, beta2 = (float(one) for one in group["betas"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
         self._settings = {
             # A learning rate of a warm-up's start would hide what the kernel does.
             "lr": 1e-3,
@@ -236,14 +239,14 @@ class _Group:
     def begin(self) -> None:
         """Put everything back."""
         torch._foreach_copy_(list[Tensor](self.parameters), self.start)
-        for one in (*self.moments, self.steps):
-            torch._foreach_zero_(one)
+        for tensors in (*self.moments, self.steps):
+            torch._foreach_zero_(tensors)
 
     def step(self) -> None:
         """Step as the optimizer does."""
         torch._foreach_add_(self.steps, 1)
-        for dtype in dict.fromkeys(one.dtype for one in self.start):
-            where = [number for number, one in enumerate(self.start) if one.dtype == dtype]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in self.start):
+            where = [number for number, tensor in enumerate(self.start) if tensor.dtype == dtype]
             own = [list[Tensor](self.parameters), self.gradients, *self.moments, self.steps]
             lists = [[of[number] for number in where] for of in own]
             getattr(torch, self._name)(*lists[:4], [], lists[4], **self._settings)
@@ -254,12 +257,14 @@ def _probe(optimizer: Any, setting: KernelSetting) -> KernelProbe:
     groups: list[_Group] = []
     left = _num_tried(setting.device)
     # The largest first: where not all have room, these take the time.
-    for group in sorted(optimizer.param_groups, key=lambda one: -sum(map(_size, one["params"]))):
+    for group in sorted(
+        optimizer.param_groups, key=lambda param_group: -sum(map(_size, param_group["params"]))
+    ):
         if left:
             groups.append(_Group(group, optimizer, left, setting.device))
             left = groups[-1].left
-    groups = [one for one in groups if one.start]
-    module = nn.ParameterList(one for group in groups for one in group.parameters)
+    groups = [tried_group for tried_group in groups if tried_group.start]
+    module = nn.ParameterList(parameter for group in groups for parameter in group.parameters)
     is_exact = _are_replicas(setting)
 
     @torch.no_grad()
@@ -271,10 +276,10 @@ def _probe(optimizer: Any, setting: KernelSetting) -> KernelProbe:
                 group.step()
         found = []
         for group in groups:
-            moments = [one for of in group.moments for one in of]
+            moments = [moment for of in group.moments for moment in of]
             if is_exact:
                 results = [*group.parameters, *moments]
-                found += [one.detach().view(_BITS[one.dtype.itemsize]) for one in results]
+                found += [result.detach().view(_BITS[result.dtype.itemsize]) for result in results]
             else:
                 # The rest of an update after rounding to 16 bits is not comparable.
                 found += [

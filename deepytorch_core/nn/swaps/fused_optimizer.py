@@ -102,7 +102,7 @@ class Fused(Kernel):
             for parameter in group["params"]:
                 if not parameter.is_floating_point():
                     return f"a parameter is {parameter.dtype}"
-        if any(getattr(one, "sparse", False) for one in setting.model.modules()):
+        if any(getattr(module, "sparse", False) for module in setting.model.modules()):
             return "an embedding has sparse gradients"
         return None
 
@@ -112,7 +112,10 @@ class Fused(Kernel):
 
 def is_cut(model: nn.Module) -> bool:
     """Whether each rank trains a part of its own, so that no replicas can drift apart."""
-    return any(hasattr(one, "device_mesh") or hasattr(one, "ds_id") for one in model.parameters())
+    return any(
+        hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id")
+        for parameter in model.parameters()
+    )
 
 
 def is_fused(optimizer: Any) -> bool:
@@ -205,9 +208,9 @@ def _is_free(group: dict[str, Any]) -> bool:
 
 def _has_sparse_gradients(optimizer: Any) -> bool:
     return any(
-        one.grad is not None and one.grad.layout is not torch.strided
+        parameter.grad is not None and parameter.grad.layout is not torch.strided
         for group in optimizer.param_groups
-        for one in group["params"]
+        for parameter in group["params"]
     )
 
 

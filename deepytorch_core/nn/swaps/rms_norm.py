@@ -40,7 +40,11 @@ def epsilon(module: nn.Module) -> float | None:
 @register_place(KIND)
 def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The RMSNorms of the model, by size."""
-    found = [one for one in setting.model.modules() if _is_rms_norm(one) and _forward.is_whole(one)]
+    found = [
+        module
+        for module in setting.model.modules()
+        if _is_rms_norm(module) and _forward.is_whole(module)
+    ]
     for group in _forward.alike(found):
         weight = group[0].weight
         assert isinstance(weight, torch.Tensor)

@@ -22,7 +22,11 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 @register_place(KIND)
 def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The feed-forward parts of the model, by size."""
-    found = [one for one in setting.model.modules() if _is_swiglu(one) and _forward.is_whole(one)]
+    found = [
+        module
+        for module in setting.model.modules()
+        if _is_swiglu(module) and _forward.is_whole(module)
+    ]
     for group in _forward.alike(found):
         width = group[0].get_submodule("gate_proj")
         assert isinstance(width, nn.Linear)
