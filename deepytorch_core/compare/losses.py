@@ -103,10 +103,10 @@ def largest_difference(
     """
     pairs = [
         (a, b)
-        for one in theirs
+        for run in theirs
         for other in ours
-        if one is not other
-        for a, b in zip(one.losses, other.losses, strict=False)
+        if run is not other
+        for a, b in zip(run.losses, other.losses, strict=False)
         if a is not None and b is not None
     ]
     if not pairs:
@@ -130,10 +130,10 @@ def _otherwise(theirs: Sequence[RunLosses], ours: Sequence[RunLosses], whose: st
                 f"{_ranks(run.loss_ranks)} a loss to compare, where in {whose} runs "
                 f"{_ranks(stock.loss_ranks)} one"
             )
-        if run.is_replicated is False and all(one.is_replicated for one in theirs):
+        if run.is_replicated is False and all(their_run.is_replicated for their_run in theirs):
             return f"its ranks end with different weights, where {whose} end with the same"
         for step, (loss, of_stock) in enumerate(_steps(run, theirs), 1):
-            known = [one for one in of_stock if one is not None]
+            known = [their_loss for their_loss in of_stock if their_loss is not None]
             if (loss is None) != (not known):
                 return (
                     f"it has {'no' if loss is None else 'a'} loss to compare at step {step}, where "
@@ -153,7 +153,9 @@ def _ranks(count: int) -> str:
 def _steps(
     run: RunLosses, theirs: Sequence[RunLosses]
 ) -> Iterator[tuple[float | None, tuple[float | None, ...]]]:
-    return zip(run.losses, zip(*(one.losses for one in theirs), strict=False), strict=False)
+    return zip(
+        run.losses, zip(*(their_run.losses for their_run in theirs), strict=False), strict=False
+    )
 
 
 def _too_far(
@@ -200,7 +202,7 @@ def _size(losses: Sequence[float]) -> float:
 def _spread(some: Sequence[float], others: Sequence[float]) -> float:
     """The largest distance of one to one of the others; infinite to what is no number."""
     found = [_distance(a, b) for a in some for b in others]
-    return max((math.inf if one != one else one for one in found), default=0.0)
+    return max((math.inf if distance != distance else distance for distance in found), default=0.0)
 
 
 def _drawn_from(theirs: Sequence[RunLosses], ours: Sequence[RunLosses]) -> int | None:

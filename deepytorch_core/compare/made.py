@@ -102,7 +102,7 @@ def clear(folder: Path, began: float) -> None:
                 os.unlink(path)
     folders = sorted((path for path, kind in known.items() if kind == _FOLDER), key=len)
     for path in reversed(folders):
-        if any(os.path.dirname(one) == path for one in useless):
+        if any(os.path.dirname(file) == path for file in useless):
             _remove_tree(path, began)
         with contextlib.suppress(OSError):
             os.rmdir(path)

@@ -60,7 +60,7 @@ def coarsest(root: torch.Tensor) -> float:
         if node is None:
             continue
         dtypes = [made.dtype for made in getattr(node, "_input_metadata", ())]
-        units += [torch.finfo(one).eps for one in dtypes if one.is_floating_point]
+        units += [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
         fresh = [after for after, _ in node.next_functions if after not in seen]
         seen.update(fresh)
         near.extend(fresh)
@@ -91,9 +91,9 @@ def move(optimizer: Any, unit: float) -> None:
 def weights_of(optimizer: Any) -> list[torch.Tensor]:
     """Return this rank's part of the weights that an optimizer trains."""
     return [
-        (one.to_local() if hasattr(one, "to_local") else one).detach()
+        (weight.to_local() if hasattr(weight, "to_local") else weight).detach()
         for group in optimizer.param_groups
-        for one in group["params"]
+        for weight in group["params"]
     ]
 
 

@@ -188,10 +188,10 @@ class Probe:
         def scale(scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             scaled = original(scaler, outputs, *args, **kwargs)
             many = isinstance(outputs, list | tuple)
-            for one, its in zip(outputs, scaled, strict=True) if many else [(outputs, scaled)]:
+            for output, its in zip(outputs, scaled, strict=True) if many else [(outputs, scaled)]:
                 node = getattr(its, "grad_fn", None)
-                if node is not None and its is not one:  # a scaler may be off
-                    value = one.detach().clone() if one.numel() == 1 else None
+                if node is not None and its is not output:  # a scaler may be off
+                    value = output.detach().clone() if output.numel() == 1 else None
                     node.metadata[_SCALED] = (value, scaler)
                     self._has_scaled = True
             return scaled
@@ -323,7 +323,7 @@ def _total(values: list[Any]) -> float | None:
         return None
     try:
         return sum(
-            _number(one) / (1.0 if factor is None else _number(factor)) for one, factor in values
+            _number(loss) / (1.0 if factor is None else _number(factor)) for loss, factor in values
         )
     except (RuntimeError, TypeError, ValueError, ZeroDivisionError):
         return None
@@ -337,7 +337,7 @@ def _tuned(plan: Plan) -> dict[str, Any]:
     """Return which script this is, and what `deepytorch tune` could set in its frameworks."""
     from deepytorch_core.tune import in_force, start
 
-    asked = {name: vars(one) for name, one in in_force.asked().items()}
+    asked = {name: vars(knob) for name, knob in in_force.asked().items()}
     script = start.script()
     if script:
         script = workspace.original(script, plan.workspace)
@@ -369,5 +369,5 @@ def _report() -> dict[str, Any]:
         "native_calls": found.native_calls,
         "delegated_calls": found.delegated_calls,
         "decisions": [str(line) for line in str(found).splitlines() if "decision:" in line],
-        "kept": sum(not is_stock(one) for one in found.decisions),
+        "kept": sum(not is_stock(decision) for decision in found.decisions),
     }

@@ -62,7 +62,7 @@ def _figure(samples: Sequence[Sample]) -> str:
         block_ms = [value * 1e3 for value in sample.block_s]
         times.plot(blocks, block_ms, "o-", color=color, linewidth=1, markersize=3, label=label)
     for arm in arms:
-        median = statistics.median(one.step_s for one in samples if one.arm == arm)
+        median = statistics.median(run.step_s for run in samples if run.arm == arm)
         times.axhline(median * 1e3, color=colors[arm], linewidth=0.8, linestyle="--")
     curves.set(xlabel="optimizer step", ylabel="loss", title="losses of all runs")
     times.set(xlabel="block of steps", ylabel="ms a step", title="step times (dashed: median)")

@@ -102,7 +102,7 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         peak_bytes=max(peaks, default=None),
         device=ranks[0]["device"],
         redirected=tuple(sorted(redirected)),
-        made_folders=tuple(sorted({one for found in ranks for one in found["made_folders"]})),
+        made_folders=tuple(sorted({path for found in ranks for path in found["made_folders"]})),
         seams=tuple(ranks[0]["seams"]),
         native_calls=sum(found["report"]["native_calls"] for found in ranks),
         decisions=tuple(ranks[0]["report"]["decisions"]),
@@ -110,7 +110,7 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
         script=ranks[0]["script"],
         asked=ranks[0]["asked"],
         undecided=tuple(ranks[0]["undecided"]),
-        loss_ranks=sum(any(one is not None for one in found["losses"]) for found in ranks),
+        loss_ranks=sum(any(loss is not None for loss in found["losses"]) for found in ranks),
         draws=tuple(ranks[0]["draws"]),
         is_replicated=_are_alike([found["weights"] for found in ranks]),
         clock=ranks[0].get("clock"),
@@ -119,10 +119,10 @@ def read(arm: str, folder: Path, world_size: int) -> Sample:
 
 def _are_alike(weights: Sequence[float | None]) -> bool | None:
     """Whether the ranks' weights are, by a number that tells them apart."""
-    known = [one for one in weights if one is not None]
+    known = [weight for weight in weights if weight is not None]
     if len(known) < 2 or len(known) < len(weights):
         return None
-    return all(math.isclose(one, known[0], rel_tol=_ALIKE) for one in known) or all(
+    return all(math.isclose(weight, known[0], rel_tol=_ALIKE) for weight in known) or all(
         map(math.isnan, known)
     )
 
@@ -190,7 +190,7 @@ def judge(samples: Sequence[Sample], arm: str) -> ArmVerdict:
     losses = agreement(theirs, ours, [sample for sample in samples if sample.arm == NUDGED])
     if losses.apart is not None:
         word = OTHERWISE
-    peaks = [one.peak_bytes for one in ours if one.peak_bytes is not None]
+    peaks = [sample.peak_bytes for sample in ours if sample.peak_bytes is not None]
     return ArmVerdict(
         arm=arm,
         speedup=speedup,
@@ -211,7 +211,7 @@ def _setup_cost_s(first: Sample, theirs: Sequence[Sample], ours: Sequence[Sample
     medians = [
         statistics.median(times)
         for arm in (ours, theirs)
-        if (times := [one.setup_s for one in arm if one is not first])
+        if (times := [sample.setup_s for sample in arm if sample is not first])
     ]
     return medians[0] - medians[1] if len(medians) == 2 else None
 

@@ -132,7 +132,7 @@ class Saves:
         return os.path.join(self._outside, path.lstrip(os.sep))
 
     def _is_scratch(self, path: str) -> bool:
-        return any(workspace.is_within(path, one) for one in self._scratch)
+        return any(workspace.is_within(path, folder) for folder in self._scratch)
 
     def _is_cached(self, path: str) -> bool:
         return path.startswith(self._caches) or _CACHES.search(path) is not None
@@ -288,12 +288,12 @@ class Saves:
         sources = [source]
         if os.path.isdir(source) and not os.path.islink(source):
             sources = list(_files(source))
-        for one in sources:
-            new = target + one[len(source) :]
-            if self._is_old(one):
+        for path in sources:
+            new = target + path[len(source) :]
+            if self._is_old(path):
                 self._made.discard(new)
             elif not self._is_left_alone(new) and not self._is_old(new):
-                self._made.move(one, new)
+                self._made.move(path, new)
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
@@ -352,7 +352,9 @@ class Saves:
     def _is_precious(self, path: str) -> bool:
         return self._is_old(path) and (
             self._is_weights(path)
-            or any(self._is_old(one) and self._is_weights(one) for one in weights.described(path))
+            or any(
+                self._is_old(file) and self._is_weights(file) for file in weights.described(path)
+            )
         )
 
     def _is_weights(self, path: str) -> bool:
@@ -390,7 +392,7 @@ def _caches() -> tuple[str, ...]:
     """How paths begin that libraries keep for the user, wherever that is."""
     environment = config.child_environment()
     named = [environment.get(name, "") for name in _CACHE_VARIABLES]
-    found = [os.path.join(os.path.realpath(one), "") for one in named if one]
+    found = [os.path.join(os.path.realpath(folder), "") for folder in named if folder]
     with contextlib.suppress(RuntimeError):  # no home
         found.append(os.path.join(config.cache_dir().resolve(), ""))
         found.append(os.path.join(Path.home().resolve(), "."))
@@ -403,4 +405,4 @@ def _tools_own(source: str) -> tuple[str, ...]:
     profile = config.profile_path()
     if profile is not None:
         found.append(str(profile.resolve()))
-    return tuple(one for one in found if workspace.is_within(one, source))
+    return tuple(prefix for prefix in found if workspace.is_within(prefix, source))

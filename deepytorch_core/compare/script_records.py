@@ -39,15 +39,18 @@ def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] 
 
     The losses of all runs are of the same steps.
     """
-    runs = {name: [one for one in samples if one.arm == arm] for name, arm in ARMS.items()}
+    runs = {name: [sample for sample in samples if sample.arm == arm] for name, arm in ARMS.items()}
     verdicts = {name: judge(samples, ARMS[name]) for name in ("ours", "second")}
-    steps = {name: [one for run in runs[name] for one in run.block_s] for name in ARMS}
+    steps = {name: [seconds for run in runs[name] for seconds in run.block_s] for name in ARMS}
     record: Record = {
         "bench": "scripts",
         **vars(origin),
         "arguments": list(origin.arguments),
         "device": runs["stock"][0].device,
-        **{f"{name}_ms": _rounded(1e3 * one for one in quartiles(steps[name])) for name in ARMS},
+        **{
+            f"{name}_ms": _rounded(1e3 * quartile for quartile in quartiles(steps[name]))
+            for name in ARMS
+        },
         **_speedup("", steps["stock"], steps["ours"]),
         **_speedup("second_", steps["stock"], steps["second"]),
         "num_steps": min(map(len, steps.values())),
@@ -68,10 +71,10 @@ def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] 
 def _tried(runs: Mapping[str, Sequence[Sample]]) -> list[str]:
     """Name what our runs were too short for: their last steps are not those of a longer run."""
     return [
-        f"{ARMS[name]}: {one['what']} was still being tried at the end"
+        f"{ARMS[name]}: {trial['what']} was still being tried at the end"
         for name in ("ours", "second")
-        for one in runs[name][0].undecided
-        if one["is_begun"]
+        for trial in runs[name][0].undecided
+        if trial["is_begun"]
     ]
 
 
@@ -104,8 +107,14 @@ def _losses(runs: Mapping[str, Sequence[Sample]], verdicts: Mapping[str, ArmVerd
     compared = runs["stock"][0].steps
     every = max(1, compared // MOST_LOSSES)
     numbers = range(0, compared, every)
-    apart = [one.losses.apart for one in verdicts.values() if one.losses.apart is not None]
-    known = [one.losses.relative for one in verdicts.values() if one.losses.relative is not None]
+    apart = [
+        verdict.losses.apart for verdict in verdicts.values() if verdict.losses.apart is not None
+    ]
+    known = [
+        verdict.losses.relative
+        for verdict in verdicts.values()
+        if verdict.losses.relative is not None
+    ]
     check = apart[0] if apart else "agree" if known else "no loss was seen"
     return {
         "compared_steps": compared,
@@ -126,8 +135,8 @@ def _switched_on(runs: Mapping[str, Sequence[Sample]]) -> Record:
         "kept": first.kept,
         "second_kept": second.kept,
         "seams": list(first.seams),
-        "decisions": [one.strip() for one in first.decisions],
-        "second_decisions": [one.strip() for one in second.decisions],
+        "decisions": [decision.strip() for decision in first.decisions],
+        "second_decisions": [decision.strip() for decision in second.decisions],
     }
 
 
@@ -139,7 +148,7 @@ def line(record: Record) -> str:
     gain = f"{record['speedup']:.2f}x ({low:.2f}-{high:.2f}), again {record['second_speedup']:.2f}x"
     if not is_steady(record):
         gain = f"{gain}, not steady yet (raise --seconds)"
-    elif any("still being tried" in one for one in record["remarks"]):
+    elif any("still being tried" in remark for remark in record["remarks"]):
         gain = f"{gain}, still being tried (raise --seconds)"
     return (
         f"{record['script']:<28} {record['stock_ms'][1]:>9.2f} ms stock "
@@ -163,17 +172,19 @@ def _busy(record: Record) -> str:
 
 def _after(record: Record) -> str:
     times = [record[f"{name}_to_steady_s"] for name in ("ours", "second")]
-    return ", again ".join("more than the run" if one is None else f"{one:.1f} s" for one in times)
+    return ", again ".join(
+        "more than the run" if seconds is None else f"{seconds:.1f} s" for seconds in times
+    )
 
 
 def summary(records: Sequence[Record]) -> str:
     """Sum up the scripts whose losses agree and whose steps came to be steady."""
-    records = [one for one in records if not one["wrong"] and is_steady(one)]
+    records = [record for record in records if not record["wrong"] and is_steady(record)]
     if not records:
         return "no script has the losses of stock and steady steps: no speed-up is claimed"
-    first = statistics.geometric_mean(float(one["speedup"]) for one in records)
-    second = statistics.geometric_mean(float(one["second_speedup"]) for one in records)
-    worst = min(records, key=lambda one: float(one["second_speedup"]))
+    first = statistics.geometric_mean(float(record["speedup"]) for record in records)
+    second = statistics.geometric_mean(float(record["second_speedup"]) for record in records)
+    worst = min(records, key=lambda record: float(record["second_speedup"]))
     return (
         f"{len(records)} scripts: {first:.2f}x of stock, {second:.2f}x again (geometric means); "
         f"the least again {worst['second_speedup']:.2f}x ({worst['script']})"
@@ -181,7 +192,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
-    return [round(one, _DIGITS) for one in values]
+    return [round(value, _DIGITS) for value in values]
 
 
 def _round(value: Any) -> float | None:

@@ -212,7 +212,7 @@ def _known(
     chosen = ranks.gather(entry and entry["chosen"])[0]
     if chosen == STOCK:
         return STOCK
-    return next((one for one in candidates if one.name == chosen), None)
+    return next((candidate for candidate in candidates if candidate.name == chosen), None)
 
 
 def _to_json(decision: Decision) -> dict[str, Any]:
@@ -277,7 +277,9 @@ class _Judge:
         chosen, reason = best(times), "faster than stock"
         if chosen == STOCK:
             reason = "nothing is faster"
-            fastest = min((one.name for one in good), key=lambda name: median(times[name]))
+            fastest = min(
+                (survivor.name for survivor in good), key=lambda name: median(times[name])
+            )
             if prefer and median(times[fastest]) <= median(times[STOCK]) * (1 + LEAST_GAIN):
                 chosen, reason = fastest, f"no slower than stock, and {prefer}"
         for candidate in good:
@@ -373,7 +375,10 @@ class _Judge:
         self, good: Sequence[Candidate]
     ) -> tuple[dict[str, list[float]], tuple[Candidate, str] | None]:
         """Every rank's slowest samples; or none, the candidate that failed on some rank and why."""
-        candidates: dict[str, Candidate | None] = {STOCK: None, **{one.name: one for one in good}}
+        candidates: dict[str, Candidate | None] = {
+            STOCK: None,
+            **{candidate.name: candidate for candidate in good},
+        }
         samples, failed = {}, None
         with preserved(self._trial.module, scaler=self._trial.scaler):
             if self._clock is None and self._trial.clock is not None:
@@ -395,9 +400,13 @@ class _Judge:
                 failed = [(self._in_place or good[0]).name, first_line(error)]
             finally:
                 self._switch(None)
-        first = next((one for one in self._ranks.gather(failed) if one is not None), None)
+        first = next(
+            (failure for failure in self._ranks.gather(failed) if failure is not None), None
+        )
         if first is not None:
-            return {}, next((one, first[1]) for one in good if one.name == first[0])
+            return {}, next(
+                (candidate, first[1]) for candidate in good if candidate.name == first[0]
+            )
         return self._ranks.slowest(samples), None
 
     def _switch(self, candidate: Candidate | None) -> None:

@@ -46,9 +46,11 @@ class BorrowedGrads:
         self._lent[:] = _living(self._lent)
         if not self._lent:
             return True
-        places = {one.cdata for one in self._lent}
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        there = [one for one in gradients if one.layout == torch.strided and _place(one) in places]
+        places = {storage.cdata for storage in self._lent}
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        there = [
+            grad for grad in gradients if grad.layout == torch.strided and _place(grad) in places
+        ]
         for gradient, copy in zip(there, copies_of(there), strict=True):
             gradient.data = copy
         self._lent[:] = _living(self._lent)
@@ -67,11 +69,11 @@ def _bury(lent: list[StorageWeakRef], graphs: list[object]) -> None:
 
 
 def _forget_the_dead() -> None:
-    _buried[:] = [one for one in _buried if _living(one[0])]
+    _buried[:] = [burial for burial in _buried if _living(burial[0])]
 
 
 def _living(lent: list[StorageWeakRef]) -> list[StorageWeakRef]:
-    return [one for one in lent if not one.expired()]  # type: ignore[no-untyped-call]
+    return [storage for storage in lent if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: Tensor) -> int:
@@ -82,8 +84,8 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, in few launches: gradients are many small tensors. Times one is exact."""
     copies: dict[int, Tensor] = {}
     with torch.no_grad():
-        for dtype in {one.dtype for one in tensors}:
-            mine = [one for one in tensors if one.dtype == dtype]
+        for dtype in {tensor.dtype for tensor in tensors}:
+            mine = [tensor for tensor in tensors if tensor.dtype == dtype]
             made = torch._foreach_mul(mine, 1.0)
-            copies.update({id(one): copy for one, copy in zip(mine, made, strict=True)})
-    return [copies[id(one)] for one in tensors]
+            copies.update({id(tensor): copy for tensor, copy in zip(mine, made, strict=True)})
+    return [copies[id(tensor)] for tensor in tensors]

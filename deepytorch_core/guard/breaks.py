@@ -35,7 +35,7 @@ def place(error: BaseException) -> str:
 def function(error: BaseException) -> str:
     """The function, outside of torch's own, in which an exception arose, with its place."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    outside = [one for one in frames if not one[0].f_code.co_filename.startswith(_TORCH)]
+    outside = [call for call in frames if not call[0].f_code.co_filename.startswith(_TORCH)]
     if not outside:
         return place(error)
     frame, line = outside[-1]

@@ -68,7 +68,7 @@ def difference(
 def least_exact(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """Return the floating-point format with the largest tolerance; None: no known one is there."""
     return max(
-        (one for one in dtypes if one in TOLERANCES), key=TOLERANCES.__getitem__, default=None
+        (dtype for dtype in dtypes if dtype in TOLERANCES), key=TOLERANCES.__getitem__, default=None
     )
 
 
@@ -79,10 +79,10 @@ def norm(*tensors: torch.Tensor | None) -> float:
         tensors: of any shapes and floating-point dtypes.
     """
     squares = 0.0
-    for one in tensors:
-        if one is not None:
-            wide = torch.complex128 if one.is_complex() else torch.float64
-            finite = one.detach()[torch.isfinite(one)]
+    for tensor in tensors:
+        if tensor is not None:
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            finite = tensor.detach()[torch.isfinite(tensor)]
             squares += float(torch.linalg.vector_norm(finite, dtype=wide)) ** 2
     return math.sqrt(squares)
 
@@ -126,7 +126,7 @@ def _difference(
         return None if torch.equal(a, b) else "not equal"
     if a.numel() == 0:
         return None
-    limit = looser * max(TOLERANCES.get(one, 1e-9) for one in _formats(a, dtype))
+    limit = looser * max(TOLERANCES.get(float_format, 1e-9) for float_format in _formats(a, dtype))
     finite, other = torch.isfinite(a), torch.isfinite(b)
     if not torch.equal(finite, other):
         counts = int((~other).sum()), int((~finite).sum())

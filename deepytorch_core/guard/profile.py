@@ -49,8 +49,10 @@ def key(what: str, facts: Mapping[str, Any], *, world_size: int) -> dict[str, An
 def fingerprint(module: nn.Module) -> str:
     """The same for modules of the same structure: classes, names, shapes and dtypes."""
     found = hashlib.sha256()
-    for name, one in module.named_modules():
-        found.update(f"{name}:{type(one).__module__}.{type(one).__qualname__}\n".encode())
+    for name, submodule in module.named_modules():
+        found.update(
+            f"{name}:{type(submodule).__module__}.{type(submodule).__qualname__}\n".encode()
+        )
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 has a part of it here
         found.update(f"{name}:{parameter.dtype}{tuple(shape)}\n".encode())
@@ -59,12 +61,12 @@ def fingerprint(module: nn.Module) -> str:
 
 def entries() -> list[dict[str, Any]]:
     """All decisions of the profile, the oldest first."""
-    return [one for one in _of(_read()) if isinstance(one.get("chosen"), str)]
+    return [entry for entry in _of(_read()) if isinstance(entry.get("chosen"), str)]
 
 
 def notes() -> list[dict[str, Any]]:
     """All notes of the profile, the oldest first; they look like decisions, and are none."""
-    return [one for one in _of(_read(), "notes") if isinstance(one.get("chosen"), str)]
+    return [entry for entry in _of(_read(), "notes") if isinstance(entry.get("chosen"), str)]
 
 
 def _of(document: Mapping[str, Any], name: str = "decisions") -> list[dict[str, Any]]:
@@ -72,12 +74,14 @@ def _of(document: Mapping[str, Any], name: str = "decisions") -> list[dict[str, 
     found = document.get(name, [])
     if not isinstance(found, list):
         return []
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("for"), dict)]
+    return [
+        entry for entry in found if isinstance(entry, dict) and isinstance(entry.get("for"), dict)
+    ]
 
 
 def find(wanted: Mapping[str, Any]) -> dict[str, Any] | None:
     """The decision that the profile holds for `wanted`, or None."""
-    return next((one for one in reversed(entries()) if one["for"] == dict(wanted)), None)
+    return next((entry for entry in reversed(entries()) if entry["for"] == dict(wanted)), None)
 
 
 def keep(wanted: Mapping[str, Any], decision: Mapping[str, Any]) -> None:

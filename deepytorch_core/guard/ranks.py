@@ -132,9 +132,9 @@ class Question:
 
 def first_of(problems: Sequence[str | None]) -> str | None:
     """None if no rank has a problem, else the first one's, with its rank."""
-    for rank, one in enumerate(problems):
-        if one is not None:
-            return one if len(problems) == 1 else f"rank {rank}: {one}"
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return problem if len(problems) == 1 else f"rank {rank}: {problem}"
     return None
 
 

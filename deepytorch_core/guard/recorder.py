@@ -193,14 +193,14 @@ class Recorder:
         """
         leaf_of: dict[int, nn.Parameter] = {}
         places = []
-        for one in module.modules():
-            for name, parameter in one._parameters.items():
+        for submodule in module.modules():
+            for name, parameter in submodule._parameters.items():
                 if parameter is not None:
                     leaf = leaf_of.get(id(parameter))
                     if leaf is None:
                         leaf = nn.Parameter(parameter.detach(), parameter.requires_grad)
                         leaf_of[id(parameter)] = leaf
-                    places.append((one._parameters, name, parameter, leaf))
+                    places.append((submodule._parameters, name, parameter, leaf))
         try:
             for own, name, _, leaf in places:
                 own[name] = leaf

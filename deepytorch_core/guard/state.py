@@ -24,9 +24,15 @@ def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
     are the parameters' values and the modules' other attributes: a trial has no optimizer step.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    modes = [(one, one.training) for one in module.modules()]
-    buffers = [(one, dict(one._buffers)) for one in module.modules() if one._buffers]
-    contents = Contents([one for _, own in buffers for one in own.values() if one is not None])
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    buffers = [
+        (submodule, dict(submodule._buffers))
+        for submodule in module.modules()
+        if submodule._buffers
+    ]
+    contents = Contents(
+        [buffer for _, own in buffers for buffer in own.values() if buffer is not None]
+    )
     scaling = copy.deepcopy(vars(scaler)) if scaler is not None else {}
     for parameter, _ in gradients:
         parameter.grad = None
@@ -36,11 +42,11 @@ def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for one, training in modes:
-            one.training = training
-        for one, own in buffers:
-            one._buffers.clear()
-            one._buffers.update(own)
+        for submodule, training in modes:
+            submodule.training = training
+        for submodule, own in buffers:
+            submodule._buffers.clear()
+            submodule._buffers.update(own)
         contents.put_back()
         if scaler is not None:
             vars(scaler).update(scaling)
@@ -50,11 +56,13 @@ class Contents:
     """The values of some tensors. Expanded ones, which nothing can write to, are left out."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._kept = [(one, one.detach().clone()) for one in tensors if not _is_expanded(one)]
+        self._kept = [
+            (tensor, tensor.detach().clone()) for tensor in tensors if not _is_expanded(tensor)
+        ]
 
     def put_back(self) -> None:
         """Unseen by autograd: who saved one of the tensors finds in it what he saved."""
-        unseen = _unsafe_preserve_version_counter(tuple(one for one, _ in self._kept))
+        unseen = _unsafe_preserve_version_counter(tuple(kept for kept, _ in self._kept))
         with torch.no_grad(), unseen:
             for tensor, content in self._kept:
                 tensor.copy_(content)
@@ -120,14 +128,14 @@ def _cuda_is_used() -> bool:
 @contextlib.contextmanager
 def dropout_off(module: nn.Module) -> Iterator[None]:
     """While open, `module` draws no random numbers, but its BatchNorms train on."""
-    modes = [(one, one.training) for one in module.modules()]
-    for one, training in modes:
-        one.training = training and isinstance(one, _BatchNorm)
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    for submodule, training in modes:
+        submodule.training = training and isinstance(submodule, _BatchNorm)
     try:
         yield
     finally:
-        for one, training in modes:
-            one.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 def is_transformed() -> bool:

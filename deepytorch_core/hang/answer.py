@@ -95,7 +95,7 @@ def _serve(questions: int, number: int) -> None:
 def _all_stacks() -> str:
     """As faulthandler writes them: the main thread last, this one not at all."""
     frames = sys._current_frames()
-    names = {one.ident: one.name for one in threading.enumerate()} | unlisted.names()
+    names = {thread.ident: thread.name for thread in threading.enumerate()} | unlisted.names()
     main = threading.main_thread().ident
     frames.pop(threading.get_ident(), None)
     in_order = sorted(frames, key=lambda ident: ident == main)

@@ -23,12 +23,12 @@ class HungJob:
 
     @property
     def world_size(self) -> int:
-        return max(one.world_size for one in self.records)
+        return max(member.world_size for member in self.records)
 
     def elsewhere(self) -> list[int]:
         """Ranks of the job without a process on this node that could be read or is known."""
-        here = {one.rank for one in self.records}
-        here |= {rank for one in self.records for rank in one.peers}
+        here = {member.rank for member in self.records}
+        here |= {rank for member in self.records for rank in member.peers}
         return [rank for rank in range(self.world_size) if rank not in here]
 
 
@@ -45,10 +45,10 @@ def jobs(pids: Iterable[int] | None = None, name: str | None = None) -> list[Hun
     found: dict[str, list[Record]] = {}
     for pid in record.find():
         with contextlib.suppress(OSError, RecordError):  # it may have ended meanwhile
-            one = record.read(pid)
-            found.setdefault(_name(one), []).append(one)
+            member = record.read(pid)
+            found.setdefault(_name(member), []).append(member)
     return [
-        HungJob(job, tuple(sorted(members, key=lambda one: one.rank)))
+        HungJob(job, tuple(sorted(members, key=lambda member: member.rank)))
         for job, members in sorted(found.items())
         if (wanted is None or job in wanted) and name in (None, job)
     ]
@@ -63,10 +63,10 @@ def _names(pid: int) -> set[str]:
             with contextlib.suppress(record.NoRecordError, OSError):
                 return {_name(record.read(above))}
         below = set()
-        for one in record.find():
-            if pid in processes.ancestors(one):
+        for rank_pid in record.find():
+            if pid in processes.ancestors(rank_pid):
                 with contextlib.suppress(RecordError, OSError):  # it may have ended meanwhile
-                    below.add(_name(record.read(one)))
+                    below.add(_name(record.read(rank_pid)))
         if not below:
             raise record.NoRecordError(
                 f"{error}, and no rank has started it or was started by it: leave --pid out to "
@@ -92,24 +92,24 @@ def ranks(
     records = list(records)
     answers: dict[int, str] = {}
     if stacks_limit_s is not None:
-        signals = {one.pid: one.signal for one in records}
+        signals = {member.pid: member.signal for member in records}
         answers = stacks.ask_all(signals, limit_s=stacks_limit_s, gently=gently)
-    found = {one.rank: _rank(one, answers.get(one.pid)) for one in records}
-    for one in records:
-        for peer, pid in one.peers.items():
+    found = {member.rank: _rank(member, answers.get(member.pid)) for member in records}
+    for member in records:
+        for peer, pid in member.peers.items():
             if peer not in found:
                 state, detail = processes.state(pid)
                 if state != evidence.GONE:
                     state, detail = evidence.MISSING, ": its flight record can't be read"
-                found[peer] = Rank(peer, one.host, pid, state, detail)
+                found[peer] = Rank(peer, member.host, pid, state, detail)
     return [found[rank] for rank in sorted(found)]
 
 
 def together(local: list[Rank], others: Iterable[Rank], elsewhere: list[int]) -> list[Rank]:
     """The ranks of this node, and those `elsewhere` as other nodes have told of them."""
-    known = {one.rank for one in local}
-    told = [one for one in others if one.rank in elsewhere and one.rank not in known]
-    return sorted([*local, *told], key=lambda one: one.rank)
+    known = {rank.rank for rank in local}
+    told = [rank for rank in others if rank.rank in elsewhere and rank.rank not in known]
+    return sorted([*local, *told], key=lambda rank: rank.rank)
 
 
 def _rank(one: Record, answer: str | None) -> Rank:

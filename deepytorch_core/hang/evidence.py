@@ -143,11 +143,13 @@ def from_json(text: str | bytes) -> Rank:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no evidence of a rank: {error}") from None
     fields = _fields(Rank, values)
-    fields["groups"] = tuple(_group(one) for one in _list(fields, "groups", _MOST_GROUPS))
+    fields["groups"] = tuple(_group(group) for group in _list(fields, "groups", _MOST_GROUPS))
     fields["operations"] = tuple(
-        _operation(one) for one in _list(fields, "operations", _MOST_OPERATIONS)
+        _operation(operation) for operation in _list(fields, "operations", _MOST_OPERATIONS)
     )
-    fields["frames"] = tuple(Frame(**_fields(Frame, one)) for one in _list(fields, "frames", 4096))
+    fields["frames"] = tuple(
+        Frame(**_fields(Frame, frame)) for frame in _list(fields, "frames", 4096)
+    )
     rank = Rank(**fields)
     if rank.process not in PROCESS_STATES or not 0 <= rank.rank < 1 << 31:
         raise ValueError("no evidence of a rank: an unknown process state or rank")

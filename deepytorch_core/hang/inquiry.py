@@ -96,7 +96,7 @@ class Desk:
 
     def reply(self, question: EvidenceRequest, ranks: Sequence[Rank], *, problem: str = "") -> None:
         """Write what is known of other nodes' ranks, or why they could not be asked."""
-        texts = [evidence.to_json(one) for one in ranks]
+        texts = [evidence.to_json(rank) for rank in ranks]
         self._write({"token": question.token, "ranks": texts, "problem": problem})
 
     def wake(self) -> None:
@@ -151,8 +151,10 @@ class EvidenceReply:
 
     def newer_than(self, earlier: EvidenceReply) -> EvidenceReply:
         """This one, with what an earlier one says of ranks of which this one knows nothing."""
-        newer = {one.rank: one for one in self.ranks if one.process != evidence.MISSING}
-        return EvidenceReply(tuple(newer.get(one.rank, one) for one in earlier.ranks), self.problem)
+        newer = {rank.rank: rank for rank in self.ranks if rank.process != evidence.MISSING}
+        return EvidenceReply(
+            tuple(newer.get(rank.rank, rank) for rank in earlier.ranks), self.problem
+        )
 
 
 def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> EvidenceReply:
@@ -171,35 +173,35 @@ def ask(pids: Sequence[int], *, how: str = FIRST, limit_s: float = _LIMIT_S) -> 
             if waiting and not taken and now >= next_turn:
                 pid = waiting.pop(0)
                 try:
-                    one = _put(pid, question)
+                    process = _put(pid, question)
                 except BlockingIOError:  # somebody else asks it just now
                     waiting.append(pid)
                     next_turn = now + _POLL_S
                 else:
-                    if one is None:
+                    if process is None:
                         continue
-                    asked.append(one)
+                    asked.append(process)
                     next_turn = now + _TURN_S
             gone: list[_Asked] = []
             if now >= next_check:
                 next_check = now + _CHECK_S
-                gone = [one for one in asked if not one.is_there()]
-            for one in asked:
-                for answer in _read(one.descriptor, token):
+                gone = [process for process in asked if not process.is_there()]
+            for process in asked:
+                for answer in _read(process.descriptor, token):
                     taken = True
                     if "ranks" in answer:
                         return _answer(answer)
-            for one in gone:
+            for process in gone:
                 # It has ended, or its group has, without a last word: another may know more.
-                asked.remove(one)
-                os.close(one.descriptor)
+                asked.remove(process)
+                os.close(process.descriptor)
                 taken, next_turn = False, 0.0
             if not asked and not waiting:
                 return EvidenceReply(problem="no process of this node listens for other nodes")
             time.sleep(_POLL_S)
     finally:
-        for one in asked:
-            os.close(one.descriptor)
+        for process in asked:
+            os.close(process.descriptor)
     if taken:
         return EvidenceReply(problem=f"the job's store did not answer within {limit_s:g} s")
     return EvidenceReply(

@@ -218,7 +218,7 @@ def explain_failure(group: str, failure: str) -> str:
                 case = f"{group}/{kind}/{operation.sequence}"
                 if operation.is_message:
                     case += f"/{home.rank}"
-            elif not any(one.state == evidence.ISSUED for one in _operations(group)):
+            elif not any(call.state == evidence.ISSUED for call in _operations(group)):
                 return ""
             if case not in _judged:
                 _judged[case] = ""
@@ -236,7 +236,7 @@ def whereabouts(ranks: Iterable[int]) -> str:
     """
     if _home is not None:
         with contextlib.suppress(Exception):  # who asks has an error of its own to tell
-            known = {one.rank: one for one in _here(_home)}
+            known = {member.rank: member for member in _here(_home)}
             for rank in ranks:
                 if rank in known:
                     return f"rank {rank}: {words.state(known[rank])}"
@@ -322,7 +322,7 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
             sentence: str = json.loads(stores.text(store, "verdict"))
             return sentence
         return judge(_here(home)).sentence
-    ranks = {one.rank: one for one in _here(home)}
+    ranks = {member.rank: member for member in _here(home)}
     absent = [
         rank
         for rank in range(home.size)
@@ -330,8 +330,8 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
     ]
     if absent:
         _call(clone, case)
-        for one in _await_answers(store, absent):
-            ranks[one.rank] = one
+        for member in _await_answers(store, absent):
+            ranks[member.rank] = member
         for rank in absent:
             if rank not in ranks or ranks[rank].process == evidence.MISSING:
                 ranks[rank] = _without_answer(clone, rank)
@@ -348,7 +348,7 @@ def _agree(home: _Home, case: str, judge: Callable[[Iterable[Rank]], verdict.Ver
 
 def _ended(home: _Home, here: Iterable[Rank]) -> list[Rank]:
     """The ranks of a job on one node that have no flight record there: they had one once."""
-    left = {one.rank for one in here}
+    left = {member.rank for member in here}
     detail = "no flight record of it is left on this node"
     host = _node().partition("/")[0]
     return [
@@ -412,7 +412,7 @@ def _clone(home: _Home) -> Any:
 
 def _records(home: _Home) -> list[record.Record]:
     """The flight records of the job's processes that this one sees: those of its node."""
-    return [one for job in collect.jobs(name=home.job) for one in job.records]
+    return [member for job in collect.jobs(name=home.job) for member in job.records]
 
 
 def _here(home: _Home) -> list[Rank]:
@@ -427,14 +427,14 @@ def _answer(home: _Home, store: Any, *, how: str = inquiry.FIRST) -> None:
         return
     records = _records(home)  # once: on a busy node with many processes it takes a while
     judge = stores.first(store, "judge", mine, limit_s=_JUDGE_LIMIT_S)
-    if judge in {str(one.rank) for one in records}:
+    if judge in {str(member.rank) for member in records}:
         return  # it sees for itself
     limit_s = None if how == inquiry.AGAIN else _STACKS_LIMIT_S
-    for one in collect.ranks(records, stacks_limit_s=limit_s, gently=how == inquiry.GENTLY):
-        if one.process != evidence.MISSING and not store.check([_OVER]):
+    for rank in collect.ranks(records, stacks_limit_s=limit_s, gently=how == inquiry.GENTLY):
+        if rank.process != evidence.MISSING and not store.check([_OVER]):
             # Main threads come last in their stacks, and it is those that are needed.
-            short = dataclasses.replace(one, stacks=one.stacks[-_MOST_STACKS:])
-            store.set(f"rank/{one.rank}", evidence.to_json(short))
+            short = dataclasses.replace(rank, stacks=rank.stacks[-_MOST_STACKS:])
+            store.set(f"rank/{rank.rank}", evidence.to_json(short))
     store.set(f"answered/{_node()}", "")
 
 
@@ -479,10 +479,10 @@ def _listen(home: _Home) -> None:
                 hows = (inquiry.AGAIN, inquiry.GENTLY)
                 how = next((how for how in hows if case.startswith(_ASKED.format(how))), "")
                 _answer(home, PrefixStore(f"case/{case}", own), how=how or inquiry.FIRST)
-            for one in inquiries:
-                one.look()
-            silent = next((one.silent for one in inquiries if one.is_over), silent)
-            inquiries = [one for one in inquiries if not one.is_over]
+            for query in inquiries:
+                query.look()
+            silent = next((query.silent for query in inquiries if query.is_over), silent)
+            inquiries = [query for query in inquiries if not query.is_over]
             pause_s = _INQUIRY_POLL_S if inquiries else _LISTEN_S
             if home.desk is None:
                 home.over.wait(pause_s)
@@ -492,8 +492,8 @@ def _listen(home: _Home) -> None:
             ]
     except Exception as error:  # the store's end is this thread's
         with contextlib.suppress(OSError):
-            for one in inquiries:
-                one.give_up(f"the job's store is gone ({error})")
+            for query in inquiries:
+                query.give_up(f"the job's store is gone ({error})")
     finally:
         if home.desk is not None:
             home.desk.close()
@@ -563,7 +563,7 @@ class _Inquiry:
 
 def _await_answers(store: Any, absent: list[int]) -> list[Rank]:
     stores.wait(store, [f"rank/{rank}" for rank in absent], _ANSWER_LIMIT_S)
-    return [one for rank in absent if (one := _said(store, rank)) is not None]
+    return [member for rank in absent if (member := _said(store, rank)) is not None]
 
 
 def _said(store: Any, rank: int) -> Rank | None:

@@ -305,9 +305,9 @@ def ended(descriptor: int) -> list[Ended]:
         _, _, flags, state, how, *_ = rest
         told = _STATES[state] == evidence.ENDED and _HOW[how] and not flags & 3
         if number and told and index in names:
-            one = Ended(names[index], _COLLECTIVES[op], how == 1, size, entered_ns, ended_ns)
-            found.append((number, one))
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+            operation = Ended(names[index], _COLLECTIVES[op], how == 1, size, entered_ns, ended_ns)
+            found.append((number, operation))
+    return [operation for _, operation in sorted(found, key=lambda pair: pair[0])]
 
 
 def _group(data: bytes, at: int) -> tuple[int, evidence.Group] | None:

@@ -62,10 +62,10 @@ def of(calls: Iterable[Calls]) -> tuple[Starts, ...]:
     """The same of what these ranks called."""
     begun: dict[tuple[str, int, str], list[tuple[int, int]]] = defaultdict(list)
     members: Counter[str] = Counter()
-    for one in calls:
-        members.update(one.groups)
-        for what, at_ns in one.begun_ns.items():
-            begun[what].append((at_ns, one.rank))
+    for caller in calls:
+        members.update(caller.groups)
+        for what, at_ns in caller.begun_ns.items():
+            begun[what].append((at_ns, caller.rank))
     last: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for (group, *_), times in begun.items():
         if len(times) > 1 and len(times) == members[group]:

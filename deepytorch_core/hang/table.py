@@ -19,10 +19,10 @@ def full(ranks: Sequence[Rank], found: Verdict) -> str:
     lines = table(shown[:_MOST_ROWS], found)
     if len(shown) > _MOST_ROWS:
         lines.append(f"... and {len(shown) - _MOST_ROWS} more")
-    with_stacks = [one for one in shown if one.stacks]
-    for one in with_stacks[:_MOST_STACKS]:
-        stack = _without_ours(one.stacks).splitlines()
-        lines += ["", f"--- {words.rank(one)}: Python stacks", *stack[-_MOST_STACK_LINES:]]
+    with_stacks = [rank for rank in shown if rank.stacks]
+    for rank in with_stacks[:_MOST_STACKS]:
+        stack = _without_ours(rank.stacks).splitlines()
+        lines += ["", f"--- {words.rank(rank)}: Python stacks", *stack[-_MOST_STACK_LINES:]]
     if len(with_stacks) > _MOST_STACKS:
         lines += ["", f"... and the stacks of {len(with_stacks) - _MOST_STACKS} more ranks"]
     return "\n".join(lines)
@@ -33,7 +33,7 @@ def table(ranks: Sequence[Rank], found: Verdict) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("rank", "node", "pid", "process", "operation", "for", "last of the group", "at")
     ]
-    rows += [_row(one, found) for one in ranks]
+    rows += [_row(rank, found) for rank in ranks]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -45,11 +45,11 @@ def _without_ours(text: str) -> str:
     """Without the threads that were asking others for their stacks just then."""
     threads = text.rstrip().split("\n\n")
     asking = "deepytorch_core/hang/stacks.py"
-    return "\n\n".join(one for one in threads if asking not in one) or text.rstrip()
+    return "\n\n".join(thread for thread in threads if asking not in thread) or text.rstrip()
 
 
 def _in_order(ranks: Sequence[Rank], found: Verdict) -> list[Rank]:
-    return sorted(ranks, key=lambda one: (one.rank not in found.ranks, one.rank))
+    return sorted(ranks, key=lambda rank: (rank.rank not in found.ranks, rank.rank))
 
 
 def _row(one: Rank, found: Verdict) -> tuple[str, ...]:

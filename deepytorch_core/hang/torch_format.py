@@ -51,11 +51,11 @@ def write(ranks: Iterable[Rank], folder: Path) -> list[Path]:
     """One file for each rank that has a record; returns their paths. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for one in ranks:
-        if not one.has_record:
+    for rank in ranks:
+        if not rank.has_record:
             continue
-        path = folder / f"{PREFIX}{one.rank}"
-        path.write_bytes(pickle.dumps(dump(one)))
+        path = folder / f"{PREFIX}{rank.rank}"
+        path.write_bytes(pickle.dumps(dump(rank)))
         paths.append(path)
     return paths
 

@@ -93,7 +93,7 @@ def lasting(ranks: Iterable[Rank], earlier: Iterable[Rank]) -> list[Rank]:
         return operation if (rank.rank, *key) in states else replace(operation, age_s=0.0)
 
     return [
-        replace(rank, operations=tuple(since(rank, one) for one in rank.operations))
+        replace(rank, operations=tuple(since(rank, operation) for operation in rank.operations))
         for rank in ranks
     ]
 
@@ -283,10 +283,10 @@ class _Case:
         """
         mine = self._messages_to(wait, wait.rank, peer)
         theirs = self._messages_to(wait, peer, wait.rank)
-        for one in (wait.operation, *mine):
+        for half in (wait.operation, *mine):
             for other in theirs:
-                if one.op != other.op and words.halves_fit(one, other):
-                    return one, other
+                if half.op != other.op and words.halves_fit(half, other):
+                    return half, other
         there = self.waits.get(peer)
         if (
             there is not None

@@ -90,16 +90,16 @@ class HangWatch:
         due_s = START_S if is_start else FIRST_S
         least_s = due_s - _TOGETHER_S if due_s > _TOGETHER_S else due_s / 2
         waiting = {
-            one.rank: operation
-            for one in collect.ranks(job.records, stacks_limit_s=None)
-            if (operation := longest_wait(one)) is not None
+            rank.rank: operation
+            for rank in collect.ranks(job.records, stacks_limit_s=None)
+            if (operation := longest_wait(rank)) is not None
             and operation.age_s >= least_s
-            and (_is_first(one, operation) or not is_start)
+            and (_is_first(rank, operation) or not is_start)
         }
         if not waiting or min(waiting) != self._rank:
             return False
         ranks, problem = _all_ranks(job, asks=self._asks())
-        mine = next(one for one in ranks if one.rank == self._rank)
+        mine = next(rank for rank in ranks if rank.rank == self._rank)
         found = verdict.judge(ranks, least_s=least_s)
         operation = longest_wait(mine)
         if operation is None or found.kind == verdict.NO_HANG or self._over.is_set():
@@ -116,16 +116,20 @@ def longest_wait(rank: Rank) -> Operation | None:
     if rank.process in (evidence.STOPPED, evidence.TRACED, evidence.GONE):
         return None
     newest = rank.operations[-1:]
-    waits = [one for one in rank.operations if _is_wait(one) or (_is_issued(one) and one in newest)]
-    return max(waits, key=lambda one: one.age_s, default=None)
+    waits = [
+        operation
+        for operation in rank.operations
+        if _is_wait(operation) or (_is_issued(operation) and operation in newest)
+    ]
+    return max(waits, key=lambda operation: operation.age_s, default=None)
 
 
 def _is_first(rank: Rank, operation: Operation) -> bool:
     """Whether the rank has ended no operation of the group yet."""
     group = rank.group(operation.group)
-    known = [one for one in rank.operations if one.group == operation.group]
+    known = [call for call in rank.operations if call.group == operation.group]
     begun = 0 if group is None else group.collectives + group.messages
-    return begun <= len(known) and not any(one.state == ENDED for one in known)
+    return begun <= len(known) and not any(call.state == ENDED for call in known)
 
 
 def _is_wait(operation: Operation) -> bool:
@@ -144,7 +148,7 @@ def _all_ranks(job: collect.HungJob, *, asks: bool) -> tuple[list[Rank], str]:
     elsewhere = job.elsewhere()
     answer = inquiry.EvidenceReply()
     if elsewhere and asks:
-        answer = inquiry.ask([one.pid for one in job.records], how=inquiry.GENTLY)
+        answer = inquiry.ask([record.pid for record in job.records], how=inquiry.GENTLY)
     local = collect.ranks(job.records, stacks_limit_s=_STACKS_LIMIT_S, gently=True)
     return collect.together(local, answer.ranks, elsewhere), answer.problem
 

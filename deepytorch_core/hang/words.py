@@ -142,9 +142,9 @@ def two_halves(first: int, one: Operation, second: int, other: Operation) -> str
 
 def sized(size: int) -> str:
     """ "64 MB": powers of ten, as bandwidths are."""
-    for unit, one in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if size >= one:
-            return f"{size / one:.3g} {unit}"
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
     return f"{size} bytes"
 
 

@@ -30,15 +30,15 @@ def candidates(decision: Saved) -> dict[str, float]:
     if "what" in decision:
         return {name: float(ms) for name, ms in decision["times_ms"].items()}
     times: dict[str, float] = {}
-    for one in decision.get("candidates", ()):
-        name = shown_name(one["algorithm"])
-        ms = float(one["median_us"]) / 1e3
+    for candidate in decision.get("candidates", ()):
+        name = shown_name(candidate["algorithm"])
+        ms = float(candidate["median_us"]) / 1e3
         times[name] = min(ms, times.get(name, ms))
     own = next(
         (
-            float(one["median_us"]) / 1e3
-            for one in decision.get("candidates", ())
-            if all(one.get(name) == decision.get(name) for name in _PARAMETERS)
+            float(candidate["median_us"]) / 1e3
+            for candidate in decision.get("candidates", ())
+            if all(candidate.get(name) == decision.get(name) for name in _PARAMETERS)
         ),
         None,
     )
@@ -64,7 +64,9 @@ def section(decisions: Sequence[Saved]) -> str:
         return '<p class="note">Nothing had to be decided.</p>'
     left = sum(map(is_stock, decisions))
     counts = f"{len(decisions)} in all: {len(decisions) - left} kept, {left} left to stock."
-    return f'<p class="note">{counts}</p>\n' + "\n".join(_choice(one) for one in decisions)
+    return f'<p class="note">{counts}</p>\n' + "\n".join(
+        _choice(decision) for decision in decisions
+    )
 
 
 def _choice(decision: Saved) -> str:

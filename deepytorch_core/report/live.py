@@ -86,9 +86,9 @@ class _State:
             self.nbytes += row["bytes"]
         self.costs: dict[int, float] = {}  # rank of the node: seconds
         for group in counts.arrivals():
-            for one in group["ranks"]:
-                waited = self.costs.get(one["rank"], 0.0) + one["cost_us"] / 1e6
-                self.costs[one["rank"]] = waited
+            for rank in group["ranks"]:
+                waited = self.costs.get(rank["rank"], 0.0) + rank["cost_us"] / 1e6
+                self.costs[rank["rank"]] = waited
 
 
 def logged(values: Mapping[str, object], step: int | None = None) -> None:

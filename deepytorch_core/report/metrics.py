@@ -105,12 +105,12 @@ def samples() -> Iterator[Sample]:
     yield "deepytorch_data_seconds", (), spent.data_s
     yield "deepytorch_tuning_seconds", (), spent.tuning_s
     for group in counts.arrivals():
-        for one in group["ranks"]:
-            yield "deepytorch_straggler_seconds", (str(one["rank"]),), one["cost_us"] / 1e6
-            yield "deepytorch_straggler_operations", (str(one["rank"]),), one["times_last"]
+        for rank in group["ranks"]:
+            yield "deepytorch_straggler_seconds", (str(rank["rank"]),), rank["cost_us"] / 1e6
+            yield "deepytorch_straggler_operations", (str(rank["rank"]),), rank["times_last"]
     yield "deepytorch_steps", (), now.course["steps"]
     yield "deepytorch_step_seconds", (), now.course["seconds"]
-    stock = sum(decisions.is_stock(one) for one in now.decisions)
+    stock = sum(decisions.is_stock(decision) for decision in now.decisions)
     yield "deepytorch_decisions", ("true",), len(now.decisions) - stock
     yield "deepytorch_decisions", ("false",), stock
     yield "deepytorch_failures", (), now.failures
@@ -135,8 +135,8 @@ class _Collector:
         sums: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
         for name, labels, value in samples():  # groups of one name are added up
             sums[name][labels] = sums[name].get(labels, 0.0) + value
-        for name, one in METRICS.items():
-            family = kinds[one.kind](name, one.text, labels=["rank", *one.labels])
+        for name, metric in METRICS.items():
+            family = kinds[metric.kind](name, metric.text, labels=["rank", *metric.labels])
             for labels, value in sums[name].items():
                 family.add_metric([rank, *labels], value)
             yield family

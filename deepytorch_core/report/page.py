@@ -64,7 +64,7 @@ def write(
 
 def _against_stock(comparisons: Sequence[Saved]) -> list[str]:
     """List the findings of running the script with and without deepytorch."""
-    return [_verdict(one) for found in comparisons for one in found["verdicts"]]
+    return [_verdict(verdict) for found in comparisons for verdict in found["verdicts"]]
 
 
 def _verdict(one: Saved) -> str:
@@ -80,24 +80,28 @@ def _verdict(one: Saved) -> str:
 
 def headline(reports: Sequence[Saved]) -> str:
     """The run in some sentences."""
-    native = sum(int(one["native_calls"]) for one in reports)
-    calls = native + sum(int(one["delegated_calls"]) for one in reports)
+    native = sum(int(report["native_calls"]) for report in reports)
+    calls = native + sum(int(report["delegated_calls"]) for report in reports)
     share = f", {100 * native / calls:.0f}% of them native" if calls else ""
     sentences = [*_pace(reports), f"{calls} collectives{share}"]
-    gains = [found for one in reports[0].get("decisions", ()) if (found := gain(one)) is not None]
+    gains = [
+        found
+        for decision in reports[0].get("decisions", ())
+        if (found := gain(decision)) is not None
+    ]
     better = [found for found in gains if found > 1]
     if better:
         choices = "choices" if len(better) > 1 else "choice"
         sentences[-1] += (
             f"; {len(better)} {choices} faster than stock where measured, up to {max(better):.2f}x"
         )
-    saved = max(saved_s(one) for one in reports)
+    saved = max(saved_s(report) for report in reports)
     if saved >= 0.1:
         sentences.append(
             f"Native collectives took {saved:.1f} s less than the stock backend's would have, by "
             "the times that were measured for their sizes"
         )
-    failures = sum(int(one.get("failures", 0)) for one in reports)
+    failures = sum(int(report.get("failures", 0)) for report in reports)
     if failures:
         sentences.append(f"{failures} operations ended in an error")
     return ". ".join(sentences) + "."
@@ -105,15 +109,15 @@ def headline(reports: Sequence[Saved]) -> str:
 
 def _pace(reports: Sequence[Saved]) -> list[str]:
     """How long a step takes, and what of it is not computing, on the rank where that is most."""
-    timed = [course for one in reports if (course := timed_part(one)) is not None]
+    timed = [course for report in reports if (course := timed_part(report)) is not None]
     if not timed:
         return []
-    slowest = max(timed, key=lambda one: one["seconds"] / one["timed_steps"])
+    slowest = max(timed, key=lambda part: part["seconds"] / part["timed_steps"])
     text = f"{slowest['steps']} steps of {1e3 * slowest['seconds'] / slowest['timed_steps']:.1f} ms"
     shares = [
         f"{share:.0%} {words}"
         for key, words in (("exposed", "exposed communication"), ("data", "waiting for data"))
-        if (share := max(parts_of(one)[key] / one["seconds"] for one in timed)) >= 0.005
+        if (share := max(parts_of(part)[key] / part["seconds"] for part in timed)) >= 0.005
     ]
     return [f"{text}, of it at most {' and '.join(shares)}" if shares else text]
 
@@ -143,7 +147,9 @@ def saved_s(report: Saved) -> float:
 def _times(reports: Mapping[str, Saved]) -> str:
     """A bar for each rank, as long as its steps took."""
     timed = {
-        name: course for name, one in reports.items() if (course := timed_part(one)) is not None
+        name: course
+        for name, report in reports.items()
+        if (course := timed_part(report)) is not None
     }
     if not timed:
         return '<p class="note">Nothing was timed: no optimizer took two steps.</p>'
@@ -166,7 +172,7 @@ def _times(reports: Mapping[str, Saved]) -> str:
             f'\n<p class="note">Measuring collectives took {tuning_s:.1f} s in all; what came '
             "before the first step's end is not in the bars.</p>"
         )
-    if any(one.get("memory", {}).get("devices") for one in reports.values()):
+    if any(report.get("memory", {}).get("devices") for report in reports.values()):
         text += (
             '\n<p class="note">Collectives on GPUs run on streams, where no thread waits for them: '
             "what of them is exposed is part of computing here.</p>"
@@ -178,10 +184,12 @@ def _losses(reports: Mapping[str, Saved], comparisons: Sequence[Saved]) -> list[
     """The losses of all runs that are known, laid over each other; nothing where none is."""
     named = [
         (str(run["arm"]), list(enumerate(run["losses"], start=1)))
-        for one in comparisons
-        for run in one["runs"]
+        for comparison in comparisons
+        for run in comparison["runs"]
     ]
-    named += [(name, one.get("course", {}).get("losses", ())) for name, one in reports.items()]
+    named += [
+        (name, report.get("course", {}).get("losses", ())) for name, report in reports.items()
+    ]
     known = [
         (name, [(float(x), float(y)) for x, y in points if y is not None]) for name, points in named
     ]
@@ -191,11 +199,11 @@ def _losses(reports: Mapping[str, Saved], comparisons: Sequence[Saved]) -> list[
 
 def _memory(reports: Mapping[str, Saved]) -> str:
     """A bar for what each process and each of its GPUs used at most."""
-    found = {name: one.get("memory", {}) for name, one in reports.items()}
-    hosts = [one["host_peak_bytes"] for one in found.values() if "host_peak_bytes" in one]
+    found = {name: report.get("memory", {}) for name, report in reports.items()}
+    hosts = [usage["host_peak_bytes"] for usage in found.values() if "host_peak_bytes" in usage]
     lines = []
-    for name, one in found.items():
-        for gpu in one.get("devices", ()):
+    for name, usage in found.items():
+        for gpu in usage.get("devices", ()):
             parts = [
                 (gpu["peak_bytes"], "var(--memory)", "allocated"),
                 (gpu["reserved_bytes"] - gpu["peak_bytes"], "var(--other)", "reserved besides"),
@@ -206,11 +214,11 @@ def _memory(reports: Mapping[str, Saved]) -> str:
             ]
             words = f"{size_text(gpu['peak_bytes'])} of {size_text(gpu['total_bytes'])}"
             lines.append((f"{name}, {gpu['device']}", html_page.bar(shares), words))
-        if "host_peak_bytes" in one:
-            peak = one["host_peak_bytes"]
+        if "host_peak_bytes" in usage:
+            peak = usage["host_peak_bytes"]
             words = size_text(peak)
-            if one.get("registered_bytes"):
-                words += f", registered {size_text(one['registered_bytes'])}"
+            if usage.get("registered_bytes"):
+                words += f", registered {size_text(usage['registered_bytes'])}"
             bar = html_page.bar([(peak / max(hosts), "var(--memory)", size_text(peak))])
             lines.append((f"{name}, host", bar, words))
     if not lines:
@@ -221,7 +229,7 @@ def _memory(reports: Mapping[str, Saved]) -> str:
 
 def _stragglers(reports: Mapping[str, Saved]) -> str:
     """Show who was waited for, and who waited, over the run."""
-    ranks = {name: one.get("course", {}).get("buckets", ()) for name, one in reports.items()}
+    ranks = {name: report.get("course", {}).get("buckets", ()) for name, report in reports.items()}
     held = report_plots.heat_map(ranks, "held_s")
     waited = report_plots.heat_map(ranks, "waited_s")
     if not held and not waited:

@@ -34,17 +34,17 @@ def resampled(buckets: Buckets, name: str, span: tuple[float, float], columns: i
     first, last = span
     width = (last - first) / columns
     found = [0.0] * columns
-    for one in buckets:
-        if one["seconds"] <= 0:
+    for bucket in buckets:
+        if bucket["seconds"] <= 0:
             continue
-        begin, end = one["start_s"], one["start_s"] + one["seconds"]
+        begin, end = bucket["start_s"], bucket["start_s"] + bucket["seconds"]
         low = max(0, int((begin - first) / width))
         high = min(columns - 1, int((end - first) / width))
         for column in range(low, high + 1):
             left = first + column * width
             overlap = min(end, left + width) - max(begin, left)
             if overlap > 0:
-                found[column] += one[name] * overlap / one["seconds"] / width
+                found[column] += bucket[name] * overlap / bucket["seconds"] / width
     return found
 
 
@@ -53,11 +53,11 @@ def heat_map(ranks: Mapping[str, Buckets], name: str) -> str:
 
     Returns "" when nothing of it was seen on any rank.
     """
-    known = [one for buckets in ranks.values() for one in buckets if one["seconds"] > 0]
-    if not any(one[name] for one in known):
+    known = [bucket for buckets in ranks.values() for bucket in buckets if bucket["seconds"] > 0]
+    if not any(bucket[name] for bucket in known):
         return ""
-    first = min(one["start_s"] for one in known)
-    last = max(one["start_s"] + one["seconds"] for one in known)
+    first = min(bucket["start_s"] for bucket in known)
+    last = max(bucket["start_s"] + bucket["seconds"] for bucket in known)
     columns = max(12, min(_COLUMNS, _MOST_CELLS // len(ranks)))
     series = {
         rank: resampled(buckets, name, (first, last), columns) for rank, buckets in ranks.items()
@@ -77,7 +77,7 @@ def heat_map(ranks: Mapping[str, Buckets], name: str) -> str:
             f'<svg class="cells" viewBox="0 0 {columns} 1" preserveAspectRatio="none" role="img" '
             f'aria-label="{html.escape(rank)}">{cells}</svg>'
         )
-        total = sum(one[name] for one in ranks[rank])
+        total = sum(bucket[name] for bucket in ranks[rank])
         lines.append((rank, drawing, f"{total:.2f} s"))
     legend = f"{last - first:.1f} s from left to right; the darkest is {most:.0%} of the time."
     return f'{html_page.rows(lines)}\n<p class="note">{legend}</p>'

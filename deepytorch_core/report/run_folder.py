@@ -83,10 +83,10 @@ def write(folder: Path) -> Path:
         whole = {
             "provenance": first["provenance"],
             "will_it_scale": scaling.of_slowest(list(ranks.values())),
-            "ranks": {str(rank): _without_origin(one) for rank, one in sorted(ranks.items())},
+            "ranks": {str(rank): _without_origin(saved) for rank, saved in sorted(ranks.items())},
         }
         _replace(folder / "report.json", whole)
-        named = {f"rank {rank}": one for rank, one in sorted(ranks.items())}
+        named = {f"rank {rank}": saved for rank, saved in sorted(ranks.items())}
         report_page.write(page, named, origin=first["provenance"])
     return page
 
@@ -102,7 +102,7 @@ def _ranks(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _without_origin(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in saved.items() if name != "provenance"}
+    return {name: value for name, value in saved.items() if name != "provenance"}
 
 
 def _provenance() -> dict[str, Any]:

@@ -193,8 +193,8 @@ def lines(found: Saved) -> Iterator[str]:
 
 def of_slowest(reports: Sequence[Saved]) -> dict[str, Any]:
     """Return the forecast of the rank whose steps take longest."""
-    every = [forecast(one) for one in reports]
-    return max(every, key=lambda one: one["step_ms"] if one["known"] else -1.0)
+    every = [forecast(report) for report in reports]
+    return max(every, key=lambda prediction: prediction["step_ms"] if prediction["known"] else -1.0)
 
 
 def section(reports: Sequence[Saved]) -> str:
@@ -277,7 +277,7 @@ def _forecast(saved: Saved) -> dict[str, Any]:
         "hidden_share": round(hidden_ms / today_ms, 4),
         "waited_ms": round(waited_ms, 4),
         "besides_ms": round(besides_ms, 4),
-        "models": [one.to_dict(name, place.schedule(name)) for name, one in models.items()],
+        "models": [model.to_dict(name, place.schedule(name)) for name, model in models.items()],
         "as_today": sorted({_words(part) for part in parts if not part.grows}),
         "forecast": rows,
     }
@@ -304,9 +304,9 @@ def _parts(saved: Saved, course: Saved, ranks: int) -> Iterator[_Part]:
         times_us[row["group"]] = times_us.get(row["group"], 0.0) + row["time_us"]
     # It is not kept which of a group's operations waited: each did by its share of their time.
     own = {
-        one["group"]: 1 - one["waited_us"] / times_us[one["group"]]
-        for one in saved.get("waiting", ())
-        if times_us.get(one["group"])
+        wait["group"]: 1 - wait["waited_us"] / times_us[wait["group"]]
+        for wait in saved.get("waiting", ())
+        if times_us.get(wait["group"])
     }
     for row in saved.get("rows", ()):
         size = saved["groups"].get(row["group"], 0)
@@ -348,11 +348,11 @@ def _model(saved: Saved, growing: Sequence[_Part], carrier: str, place: _Place) 
     ]
     # The same, each size by itself.
     by_size = [
-        Point(schedule, one["op"], round(size), today, one["median_us"])
-        for one in saved.get("recent", ())
-        if one["native"] == (carrier == _NATIVE) and one["calls"] >= _ENOUGH
-        if one["op"] in OPERATIONS and saved["groups"].get(one["group"]) == place.ranks
-        if one["median_us"] and (size := _counted(one["op"], one["bytes"], place.ranks))
+        Point(schedule, timing["op"], round(size), today, timing["median_us"])
+        for timing in saved.get("recent", ())
+        if timing["native"] == (carrier == _NATIVE) and timing["calls"] >= _ENOUGH
+        if timing["op"] in OPERATIONS and saved["groups"].get(timing["group"]) == place.ranks
+        if timing["median_us"] and (size := _counted(timing["op"], timing["bytes"], place.ranks))
     ]
     errors = []
     for points, source in (
@@ -430,15 +430,15 @@ def _assumed(found: Saved) -> str:
         "the same work on each rank",
         f"the same share hidden, by at most the {found['window_ms']:.1f} ms of computing",
     ]
-    for one in found["models"]:
-        beta = one["beta_us"]
+    for model in found["models"]:
+        beta = model["beta_us"]
         rate = f"{8e-3 / beta:.3g} Gbit/s" if beta else "no time by size"
-        off = f"{one['error']:.0%} off on average"
-        off += ", so this is rough" if one["error"] > _ROUGH else ""
+        off = f"{model['error']:.0%} off on average"
+        off += ", so this is rough" if model["error"] > _ROUGH else ""
         texts.append(
-            f"{one['carrier']} operations {_WORDS[one['schedule']]} over links like today's, "
-            f"alpha {one['alpha_us']:.1f} us and {rate}, fitted to {one['fitted_to']} at "
-            f"{one['sizes']} sizes ({off})"
+            f"{model['carrier']} operations {_WORDS[model['schedule']]} over links like today's, "
+            f"alpha {model['alpha_us']:.1f} us and {rate}, fitted to {model['fitted_to']} at "
+            f"{model['sizes']} sizes ({off})"
         )
     as_today = [*found["as_today"]]
     if found["waited_ms"]:

@@ -97,15 +97,15 @@ class Report:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Report:
         """Make a report of the plain values of `to_dict`. Raises ValueError for anything else."""
-        names = {one.name for one in dataclasses.fields(cls)}
+        names = {attribute.name for attribute in dataclasses.fields(cls)}
         given = {name: value for name, value in saved.items() if name in names}
         try:
             return cls(
                 **{
                     **given,
                     "rows": tuple(SummaryRow(**row) for row in saved["rows"]),
-                    "waiting": tuple(Waiting(**one) for one in saved.get("waiting", ())),
-                    "starts": tuple(Starts(**one) for one in saved.get("starts", ())),
+                    "waiting": tuple(Waiting(**wait) for wait in saved.get("waiting", ())),
+                    "starts": tuple(Starts(**start) for start in saved.get("starts", ())),
                     "decisions": tuple(saved.get("decisions", ())),
                 }
             )
@@ -124,11 +124,11 @@ class Report:
                 [("group", "op", "algorithm", "calls", "MB", "ms/call", "why")]
                 + [_cells(row) for row in self.rows]
             )
-        lines += [_waiting_sentence(one) for one in self.waiting]
+        lines += [_waiting_sentence(wait) for wait in self.waiting]
         lines += [
-            _starts_sentence(one)
-            for one in self.starts
-            if 2 * one.times_last > one.operations and one.lag_us >= _LEAST_LAG_US
+            _starts_sentence(start)
+            for start in self.starts
+            if 2 * start.times_last > start.operations and start.lag_us >= _LEAST_LAG_US
         ]
         lines += _steps_sentence(self.course)
         return "\n".join(lines + [_sentence(decision) for decision in self.decisions])
