@@ -62,9 +62,9 @@ def prepare(config: Config, process: Process) -> Task[TextBatch]:
     pieces = encode_texts(texts, tokenizer, config.max_length)
     kept, trained, told = hold_out(pieces, config.held_out)
     if process.is_main:
-        losses = [one.num_lost for one in trained if one.num_lost]
+        losses = [piece.num_lost for piece in trained if piece.num_lost]
         summary = (
-            f"{len(trained)} texts, {sum(len(one.ids) for one in trained):,} tokens; "
+            f"{len(trained)} texts, {sum(len(piece.ids) for piece in trained):,} tokens; "
             f"{len(losses)} cut to max_length={config.max_length}, {sum(losses):,} tokens lost"
         )
         if len(pieces) < len(texts):
@@ -84,15 +84,17 @@ def prepare(config: Config, process: Process) -> Task[TextBatch]:
         rank=process.rank,
         world_size=process.world_size,
         seed=config.seed,
-        lengths=[len(one.ids) for one in trained],
+        lengths=[len(piece.ids) for piece in trained],
     )
-    hidden = [mask(one.ids, tokenizer, random.Random(number)) for number, one in enumerate(kept)]
+    hidden = [
+        mask(piece.ids, tokenizer, random.Random(number)) for number, piece in enumerate(kept)
+    ]
     held_out = [collate(few, pad, shifted=False) for few in in_batches(hidden, config.batch_size)]
 
     def make_model() -> Any:
         torch.manual_seed(config.seed)
         model = build_model(config, tokenizer)
-        refuse_beyond_positions(model, max(len(one.ids) for one in pieces))
+        refuse_beyond_positions(model, max(len(piece.ids) for piece in pieces))
         return model
 
     def export(model: Any, run_dir: Path) -> None:
@@ -135,7 +137,7 @@ def masked_loss(
 def mask(ids: Sequence[int], tokenizer: Any, chance: random.Random) -> Example:
     """Hide some tokens, never special ones; labels are the hidden tokens alone."""
     special = set(tokenizer.all_special_ids)
-    places = [place for place, one in enumerate(ids) if one not in special]
+    places = [place for place, token in enumerate(ids) if token not in special]
     given, labels = list(ids), [IGNORED_LABEL] * len(ids)
     num_masked = max(1, round(_MASKED * len(places))) if places else 0
     for place in chance.sample(places, num_masked):
@@ -232,7 +234,7 @@ def say_guesses(model: Any, tokenizer: Any, ids: Sequence[int], path: Path) -> N
     given = torch.tensor([example.input_ids], device=model.device)
     guesses = model(input_ids=given).logits[0].argmax(dim=-1).tolist()
     model.train()
-    hidden = [place for place, one in enumerate(example.labels) if one != IGNORED_LABEL]
+    hidden = [place for place, label in enumerate(example.labels) if label != IGNORED_LABEL]
     filled = list(example.input_ids)
     for place in hidden:
         filled[place] = guesses[place]

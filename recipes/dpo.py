@@ -55,7 +55,7 @@ class PairBatch:
     def to(self, device: torch.device) -> "PairBatch":
         """The same batch on ``device``."""
         fields = (self.input_ids, self.attention_mask, self.labels, self.reference)
-        return PairBatch(*(one.to(device, non_blocking=True) for one in fields))
+        return PairBatch(*(tensor.to(device, non_blocking=True) for tensor in fields))
 
     def counts(self) -> torch.Tensor:
         """float32 [2]: pairs; tokens without padding."""
@@ -84,9 +84,9 @@ class PreferenceData:
 
     def batch(self, pairs: Sequence[EncodedPair]) -> PairBatch:
         """The pairs as one batch."""
-        examples = [one.chosen for one in pairs] + [one.rejected for one in pairs]
+        examples = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
         padded = collate(examples, self.pad_token_id)
-        reference = self.reference[[one.row for one in pairs]].T.flatten()
+        reference = self.reference[[pair.row for pair in pairs]].T.flatten()
         return PairBatch(padded.input_ids, padded.attention_mask, padded.labels, reference)
 
 
@@ -100,7 +100,7 @@ def prepare(config: Config, process: Process) -> Task[PairBatch]:
     model = config.model
     tokenizer = together(lambda: load_tokenizer(model) if model else chat_tokenizer(), process)
     data = prepare_pairs(config, tokenizer, process)
-    lengths = [len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in data.trained]
+    lengths = [len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in data.trained]
     batches = EndlessBatches(
         len(data.trained),
         lambda index, epoch: data.trained[index],
@@ -156,7 +156,7 @@ def prepare_pairs(config: Config, tokenizer: Any, process: Process) -> Preferenc
     pairs, unknown = together(load, process)
     random.Random(config.seed).shuffle(pairs)
     whole = Whole(config.max_length)
-    both = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+    both = [conversation for pair in pairs for conversation in (pair.chosen, pair.rejected)]
     found = encoded_by_all(both, tokenizer, whole, process)
     encoded: list[EncodedPair] = []
     sources: list[Pair] = []
@@ -195,14 +195,14 @@ class Whole:
 
 def library_pairs() -> list[Pair]:
     """Docstrings of the standard library, and those of something else for the same question."""
-    found = [one for one in standard_library_pairs() if len(one.response) < _SHORT]
+    found = [pair for pair in standard_library_pairs() if len(pair.response) < _SHORT]
     others = found[len(found) // 2 :] + found[: len(found) // 2]
     pairs = []
     for right, wrong in zip(found, others, strict=True):
         asked = Conversation((Message("user", right.instruction),), num_given=1)
         chosen, rejected = (
-            replace(asked, messages=(*asked.messages, Message("assistant", one.response)))
-            for one in (right, wrong)
+            replace(asked, messages=(*asked.messages, Message("assistant", pair.response)))
+            for pair in (right, wrong)
         )
         pairs.append(Pair(chosen, rejected))
     return pairs
@@ -250,7 +250,7 @@ def fill_reference(data: PreferenceData, trainer: Trainer[PairBatch]) -> None:
         for number, chosen_few in enumerate(few, 1):
             with trainer.autocast():
                 scores = log_likelihoods(wrapped, data.batch(chosen_few).to(process.device))
-            rows = [one.row for one in chosen_few]
+            rows = [pair.row for pair in chosen_few]
             found += zip(rows, *scores.cpu().reshape(2, -1).tolist(), strict=True)
             progress.update(number, "answers before training")
     wrapped.train()

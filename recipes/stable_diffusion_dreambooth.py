@@ -154,8 +154,8 @@ def make_parts(config: Config) -> Parts:
         parts = diffusion.load_parts(config.model)
     else:
         parts = diffusion.small_parts(config.architecture, config.image_size)
-    for one in (parts.vae, parts.unet, *parts.text_encoders):
-        one.requires_grad_(False).eval()
+    for model in (parts.vae, parts.unet, *parts.text_encoders):
+        model.requires_grad_(False).eval()
     return parts
 
 
@@ -212,7 +212,7 @@ def instance_images(config: Config, process: Process) -> dict[str, torch.Tensor]
         face = _images.photograph().crop((140, 70, 400, 330))
         shifts = [(8 * (number % 4), 8 * (number // 4)) for number in range(12)]
         found = ((f"{x}, {y}", face.crop((x, y, x + 220, y + 220))) for x, y in shifts)
-    return {name: _images.as_tensor(_images.centre_crop(one, size)) for name, one in found}
+    return {name: _images.as_tensor(_images.centre_crop(image, size)) for name, image in found}
 
 
 def class_images(config: Config, parts: Parts, process: Process) -> list[torch.Tensor]:
@@ -226,7 +226,9 @@ def class_images(config: Config, parts: Parts, process: Process) -> list[torch.T
 
     def read() -> list[torch.Tensor]:
         images = (_images.read_image(path) for path in files)
-        return [_images.as_tensor(_images.centre_crop(one, config.image_size)) for one in images]
+        return [
+            _images.as_tensor(_images.centre_crop(image, config.image_size)) for image in images
+        ]
 
     return together(read, process)
 

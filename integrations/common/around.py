@@ -30,7 +30,7 @@ def put(owner: Any, name: str, function: Around) -> Callable[[Any], None]:
 
     Returns what undoes it, given `owner`.
     """
-    place = next(one for one in type(owner).__mro__ if name in vars(one)), name
+    place = next(base for base in type(owner).__mro__ if name in vars(base)), name
     if place not in _dispatching:
         _dispatching[place] = Patches()
         _dispatching[place].replace(*place, functools.partial(_dispatch, place), why=_WHY)

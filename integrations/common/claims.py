@@ -52,7 +52,7 @@ def is_taken(thing: Any) -> bool:
 
 def trains_taken(parameters: Iterable[Any]) -> bool:
     """Whether any of `parameters` belongs to a model that somebody takes care of."""
-    wanted = {id(one) for one in parameters}
+    wanted = {id(parameter) for parameter in parameters}
     return any(
         id(parameter) in wanted
         for module in list(_taken)

@@ -25,9 +25,9 @@ def is_compiled_by_script(model: Any) -> bool:
     from deepytorch_core.compile import seam
 
     return any(
-        (getattr(one, seam.PLACE, None) is not None and seam.of(one) is None)
-        or hasattr(one, "_orig_mod")
-        for one in model.modules()
+        (getattr(module, seam.PLACE, None) is not None and seam.of(module) is None)
+        or hasattr(module, "_orig_mod")
+        for module in model.modules()
     )
 
 
@@ -36,7 +36,7 @@ def is_begun(model: Any) -> bool:
     engine = sys.modules.get("deepytorch_core.compile")
     if engine is None:
         return False
-    return any(engine.compilation_of(one) is not None for one in model.modules())
+    return any(engine.compilation_of(module) is not None for module in model.modules())
 
 
 def start(model: Any, options: Options, changes: contract.Changes) -> None:

@@ -99,9 +99,9 @@ class Changes:
         own = vars(owner)
         if name in own:
             before = own[name]
-            self.on_undo_of(owner, lambda one: setattr(one, name, before))
+            self.on_undo_of(owner, lambda changed: setattr(changed, name, before))
         else:
-            self.on_undo_of(owner, lambda one: delattr(one, name))
+            self.on_undo_of(owner, lambda changed: delattr(changed, name))
         if inspect.isfunction(value) and inspect.isfunction(getattr(type(owner), name, None)):
             value = _Standin(owner, name, value)
         setattr(owner, name, value)
@@ -347,9 +347,9 @@ def _exchange(
     here, hopeless = _await(adapter, own, (rank, size), limit_s)
     statements = {sender: json.loads(stores.text(own, str(sender))) for sender in here}
     declining = {
-        sender: one[non_participant.DECLINES]
-        for sender, one in statements.items()
-        if non_participant.DECLINES in one
+        sender: message[non_participant.DECLINES]
+        for sender, message in statements.items()
+        if non_participant.DECLINES in message
     }
     if declining:
         with contextlib.suppress(RuntimeError):  # as one of them may have ended

@@ -47,7 +47,7 @@ def plan_ahead(batch: Any) -> None:
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) or not isinstance(labels, Tensor | None):
         return
-    if any(one is not None and one.device.type != "cpu" for one in (mask, labels)):
+    if any(tensor is not None and tensor.device.type != "cpu" for tensor in (mask, labels)):
         return
     packing = plan(mask, labels, shifted=_shifted)
     versions = mask._version, None if labels is None else labels._version

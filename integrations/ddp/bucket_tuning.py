@@ -158,7 +158,9 @@ class BucketTuning:
     def _finish(self, ddp: Any, layout: Layout, rows: list[list[float]]) -> None:
         self._stop(ddp, layout)
         # The second time counts for a layout that was measured twice.
-        times = {str(one): row for (one, _), row in zip(self._blocks, rows, strict=True)}
+        times = {
+            str(candidate): row for (candidate, _), row in zip(self._blocks, rows, strict=True)
+        }
         reason = "nothing is faster" if layout == self._base else f"faster than {self._base}"
         decisions.record(WHAT, str(layout), reason, times_ms=timing.in_ms(times))
 

@@ -116,7 +116,11 @@ def rebuild(ddp: Any, parameters: Sequence[nn.Parameter], layout: Layout | None 
 def requiring_gradients(ddp: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Have these parameters of the module require gradients, and no others."""
     wanted = set(parameters)
-    others = [one for one in ddp.parameters() if one.requires_grad != (one in wanted)]
+    others = [
+        parameter
+        for parameter in ddp.parameters()
+        if parameter.requires_grad != (parameter in wanted)
+    ]
     for parameter in others:
         parameter.requires_grad_(parameter in wanted)
     try:

@@ -118,7 +118,7 @@ def fill_bucket_sizes(
     kind = _dtype(configuration, model), device
     waits = stage < 3 and not zero.get(_OVERLAP)
     choices = {key: _choose(_operation(key, stage), total, kind, waits=waits) for key in open_sizes}
-    filled: dict[str, Any] = {**zero, **{key: one.elements for key, one in choices.items()}}
+    filled: dict[str, Any] = {**zero, **{key: choice.elements for key, choice in choices.items()}}
     size = filled["reduce_bucket_size"]
     # DeepSpeed says what is wrong with a size that is no number.
     if (is_way_open or is_overlap_open) and isinstance(size, (int, float)):

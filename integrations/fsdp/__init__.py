@@ -292,7 +292,7 @@ def _fsdp2_units(model: nn.Module) -> tuple[list[Any], list[Any]]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as stock
 
-    modules: list[Any] = [one for one in _modules(model) if isinstance(one, FSDPModule)]
+    modules: list[Any] = [module for module in _modules(model) if isinstance(module, FSDPModule)]
     if not modules:
         way_out = "call fully_shard() on it first"
         if isinstance(model, FullyShardedDataParallel):

@@ -91,7 +91,7 @@ class Journal:
             self._store.set(f"{prefix}/wake/{peer}", str(count))
         if self._store.add(f"{prefix}/joined", 1) == self._size:
             told = [self._store.get(f"{prefix}/count/{peer}") for peer in range(self._size)]
-            counts = [int(one) for one in told]
+            counts = [int(value) for value in told]
             # Others may need what it has under way: this round may end before its thread wakes.
             self._publish(self._store, self._number, min(counts))
             last = json.dumps({"last": self._rank})

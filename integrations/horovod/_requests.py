@@ -79,7 +79,7 @@ def all_gather(tensor: torch.Tensor) -> Request:
     facts = _facts_of_rows("allgather", tensor)
 
     def start(where: Where, told: list[Facts]) -> Handle:
-        rows = [one["rows"] for one in told]
+        rows = [rank_facts["rows"] for rank_facts in told]
         handle = _collectives.all_gather(tensor, rows, where)
         return handle.then(lambda output: (output, rows))
 
@@ -102,7 +102,7 @@ def all_to_all(
     facts["splits"] = sent
 
     def start(where: Where, told: list[Facts]) -> Handle:
-        received = [one["splits"][where.group.rank()] for one in told]
+        received = [rank_facts["splits"][where.group.rank()] for rank_facts in told]
         handle = _collectives.all_to_all(tensor, (sent, received), where)
         return handle.then(lambda output: (output, received))
 

@@ -231,8 +231,8 @@ class Rounds:
 
     def _round(self) -> None:
         with self._changed:
-            news = [(one.name, one.request.facts) for one in self._untold]
-            waits = [one.name for one in self._waited_for if not one.is_decided]
+            news = [(operation.name, operation.request.facts) for operation in self._untold]
+            waits = [operation.name for operation in self._waited_for if not operation.is_decided]
             has_joined = self._has_joined
             self._untold.clear()
         quiet_s = 0.0 if self._quiet_since is None else time.monotonic() - self._quiet_since
@@ -294,14 +294,16 @@ class Rounds:
         else:
             operation.start(self.group, told)
         with self._changed:
-            self._running = {n: one for n, one in self._running.items() if not one.is_completed()}
+            self._running = {
+                n: pending for n, pending in self._running.items() if not pending.is_completed()
+            }
             self._running[operation.name] = operation
             self._begun.pop(operation.name, None)
             self._changed.notify_all()
 
     def _gave_up(self, said: list[Any]) -> bool:
         """Whether no rank can go on, in which case what they wait for has failed."""
-        here = [one for member, one in enumerate(said) if member not in self._joined]
+        here = [report for member, report in enumerate(said) if member not in self._joined]
         stuck = here and all(waits for _, _, waits, _ in here)
         if not stuck or max(quiet_s for *_, quiet_s in here) < self._stuck_s:
             return False

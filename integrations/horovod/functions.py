@@ -43,7 +43,7 @@ def broadcast_parameters(
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
     elif isinstance(params, Iterable):
-        pairs = [one if isinstance(one, tuple) else ("", one) for one in params]
+        pairs = [item if isinstance(item, tuple) else ("", item) for item in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
     named = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]

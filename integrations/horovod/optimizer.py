@@ -182,7 +182,7 @@ class Reducer:
             handle = self._reduce_dense(_Bucket([parameter]), [dense := grad.to_dense()])
             return handle.then(lambda _: _set_grad(parameter, dense.to_sparse(grad.sparse_dim())))
         op, process_set = self.reduction.op, self.process_set
-        index = next(i for i, one in enumerate(self.bucket_of) if one is parameter)
+        index = next(i for i, watched in enumerate(self.bucket_of) if watched is parameter)
         name = f"gradient.{process_set.rounds.number_of(self)}.{index}"
         handle = sparse_allreduce_async(grad, name, op, process_set)
         return handle.then(lambda result: _set_grad(parameter, result))
@@ -302,7 +302,9 @@ class DistributedMixin:
         if self._is_distributed():
             parameters = parameters_of(self)
             self._reducer.watch(parameters, self._groups)
-            self._unwatched = [one for one in parameters if one not in self._reducer.bucket_of]
+            self._unwatched = [
+                parameter for parameter in parameters if parameter not in self._reducer.bucket_of
+            ]
 
     def _warn_of_unwatched(self) -> None:
         """Name parameters that were frozen when `_watch` came by and have a gradient now, once.
@@ -310,9 +312,13 @@ class DistributedMixin:
         They are not watched from here on: another rank may have no gradient of theirs, and would
         not come to the reduction.
         """
-        now = {one for one in self._unwatched if one.requires_grad and one.grad is not None}
+        now = {
+            parameter
+            for parameter in self._unwatched
+            if parameter.requires_grad and parameter.grad is not None
+        }
         if now:
-            self._unwatched = [one for one in self._unwatched if one not in now]
+            self._unwatched = [parameter for parameter in self._unwatched if parameter not in now]
             names = [self._parameter_names[p] for p in now]
             warnings.warn(
                 f"{', '.join(names)}: frozen when the optimizer was wrapped, so not reduced, and "

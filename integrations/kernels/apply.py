@@ -38,11 +38,13 @@ def apply(
         return
     given = list(things)
     models = [
-        one for one in given if isinstance(one, nn.Module) and not contract.is_marked(one, _NAME)
+        thing
+        for thing in given
+        if isinstance(thing, nn.Module) and not contract.is_marked(thing, _NAME)
     ]
     if models:
         _register()
-    optimizers = [one for one in given if isinstance(one, torch.optim.Optimizer)]
+    optimizers = [thing for thing in given if isinstance(thing, torch.optim.Optimizer)]
     for model in models:
         setting = KernelSetting(
             model=model,
@@ -53,7 +55,7 @@ def apply(
         own = contract.Changes()
         own.on_undo(apply_kernels(setting, options.kernels).undo)
         # It is tried by a pass of the model.
-        if changes.asked and any(isinstance(one, nn.Conv2d) for one in model.modules()):
+        if changes.asked and any(isinstance(module, nn.Conv2d) for module in model.modules()):
             from deepytorch_core.nn import channels_last
 
             own.on_undo(channels_last.choose(model, mode=options.kernels))

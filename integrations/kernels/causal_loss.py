@@ -70,15 +70,15 @@ LossSum = Callable[[torch.Tensor, nn.Module, torch.Tensor, int], torch.Tensor]
 @register_place(KIND)
 def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The causal language models in the model: itself, or the one that PEFT wraps."""
-    for one in setting.model.modules():
-        head = _head_of(one)
+    for module in setting.model.modules():
+        head = _head_of(module)
         if head is not None:
             width, vocabulary = head.in_features, head.out_features
             yield KernelPlace(
                 kind=KIND,
-                what=f"loss of {type(one).__name__}({width}, {vocabulary})",
-                targets=(one,),
-                probe=lambda owner=one: _probe(owner, setting),  # type: ignore[misc]
+                what=f"loss of {type(module).__name__}({width}, {vocabulary})",
+                targets=(module,),
+                probe=lambda owner=module: _probe(owner, setting),  # type: ignore[misc]
                 saves_memory=True,
                 facts={"trains_head": any(p.requires_grad for p in head.parameters())},
             )
@@ -161,10 +161,10 @@ class _LossKernel(Kernel):
             return "the head's forward is replaced already"
         if is_hooked(head):
             return "somebody has a hook on the head, to see its logits"
-        for one in head.parameters():
-            if one.is_meta:
+        for parameter in head.parameters():
+            if parameter.is_meta:
                 return "the head's weights are not loaded yet"
-            if hasattr(one, "device_mesh"):
+            if hasattr(parameter, "device_mesh"):
                 return "the head's weights are a DTensor already"
         if is_partitioned(head):
             if setting.mode != "on":
@@ -290,7 +290,7 @@ class HeadForward:
             self._watched_at = self.weights.moment()
             return True
         if self._watched_at is not None:
-            trained = any(one.requires_grad for one in self.head.parameters())
+            trained = any(parameter.requires_grad for parameter in self.head.parameters())
             stepped = self._watched_at[0] != steps.count
             if self.weights.changed_since(self._watched_at) if trained else stepped:
                 self._watched_at = None
@@ -409,7 +409,7 @@ def is_hooked(module: nn.Module, *, by_framework: bool = True) -> bool:
 
 def is_partitioned(module: nn.Module) -> bool:
     """Whether ZeRO-3 keeps a part of its weights on each rank."""
-    return any(hasattr(one, "ds_id") for one in module.parameters())
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 # If a module has this, torch calls it in place of the module's hooks and forward.
@@ -434,7 +434,7 @@ class Weights:
     def _then(self) -> list[weakref.ref[nn.Parameter]]:
         """Those that the head had at the first call."""
         if self._noted is None:
-            self._noted = [weakref.ref(one) for one in self._head.parameters()]
+            self._noted = [weakref.ref(parameter) for parameter in self._head.parameters()]
         return self._noted
 
     def __reduce__(self) -> Any:
@@ -445,12 +445,12 @@ class Weights:
 
     def moment(self) -> Moment:
         """Now, for `changed_since`."""
-        return steps.count, [one._version for one in self._head.parameters()]
+        return steps.count, [parameter._version for parameter in self._head.parameters()]
 
     def changed_since(self, moment: Moment) -> bool:
         """Whether they may have changed: by an optimizer, which may be fused, or by hand."""
         count, versions = moment
-        if versions != [one._version for one in self._head.parameters()]:
+        if versions != [parameter._version for parameter in self._head.parameters()]:
             return True
         return steps.may_have_changed(self._head.parameters(), since=count)
 
@@ -477,7 +477,9 @@ def _are_whole(parameters: Iterable[nn.Parameter]) -> bool:
     """
     if dist.is_available() and dist.is_initialized():
         return False
-    return all(type(one) is nn.Parameter and one.numel() > 0 for one in parameters)
+    return all(
+        type(parameter) is nn.Parameter and parameter.numel() > 0 for parameter in parameters
+    )
 
 
 class LeavesOut(Protocol):

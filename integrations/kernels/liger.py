@@ -91,8 +91,8 @@ def liger_swiglu(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def find_rope(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The function that rotates queries and keys, one for all models of a Python module."""
     seen = set()
-    for one in setting.model.modules():
-        space = sys.modules.get(type(one).__module__)
+    for module in setting.model.modules():
+        space = sys.modules.get(type(module).__module__)
         if space is None or space.__name__ in seen or not hasattr(space, _FUNCTION):
             continue
         seen.add(space.__name__)
@@ -131,8 +131,8 @@ def _rope_probe(space: Any, head: int, setting: KernelSetting) -> KernelProbe:
         q, k = (inputs[name].transpose(1, 2).contiguous().transpose(1, 2) for name in "qk")
         rotate = getattr(namespace, _FUNCTION)
         found = rotate(q, k, angles.cos().to(dtype), angles.sin().to(dtype))
-        torch.autograd.backward(found, [one.clone() for one in gradients])
-        return [one.detach() for one in found]
+        torch.autograd.backward(found, [gradient.clone() for gradient in gradients])
+        return [output.detach() for output in found]
 
     return KernelProbe(inputs, namespace, run)
 

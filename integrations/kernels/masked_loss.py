@@ -82,14 +82,14 @@ def _expecting(bound: int) -> Iterator[None]:
 @register_place(KIND)
 def find(setting: KernelSetting) -> Iterable[KernelPlace]:
     """The masked language models in the model."""
-    for one in setting.model.modules():
-        head = _head_of(one)
+    for module in setting.model.modules():
+        head = _head_of(module)
         if head is not None:
             yield KernelPlace(
                 kind=KIND,
-                what=f"loss of {type(one).__name__}({_vocabulary(one)})",
-                targets=(one,),
-                probe=lambda owner=one: _probe(owner, setting),  # type: ignore[misc]
+                what=f"loss of {type(module).__name__}({_vocabulary(module)})",
+                targets=(module,),
+                probe=lambda owner=module: _probe(owner, setting),  # type: ignore[misc]
                 saves_memory=True,
             )
 
@@ -106,7 +106,7 @@ def _head_of(model: Any) -> nn.Module | None:
         (
             head
             for head in heads
-            if isinstance(head, nn.Module) and any(one is last for one in head.modules())
+            if isinstance(head, nn.Module) and any(module is last for module in head.modules())
         ),
         None,
     )
@@ -165,11 +165,15 @@ class MaskedTokensLoss(Kernel):
         head: Any = _head_of(place.targets[0])
         if "forward" in vars(head):
             return "the head's forward is replaced already"
-        for one in head.modules():
-            if is_hooked(one):
+        for module in head.modules():
+            if is_hooked(module):
                 return "somebody has a hook on the head, to see its logits"
-        for one in head.parameters():
-            if one.is_meta or hasattr(one, "ds_id") or hasattr(one, "device_mesh"):
+        for parameter in head.parameters():
+            if (
+                parameter.is_meta
+                or hasattr(parameter, "ds_id")
+                or hasattr(parameter, "device_mesh")
+            ):
                 return "the head's weights are sharded or not loaded yet"
         return None
 

@@ -128,7 +128,7 @@ def _why_not_watched(outer: Any) -> str | None:
         from . import packing_probe as packing_probe
     except ImportError as error:
         return f"this version of transformers has no attention interface ({error})"
-    if not any(one.requires_grad for one in outer.parameters()):
+    if not any(parameter.requires_grad for parameter in outer.parameters()):
         return "nothing of it is trained"
     return None
 
@@ -280,8 +280,11 @@ def _is_sharded(prepared: Any) -> bool:
     """Whether a forward pass of the model gathers parameters, or works on parts of them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    return any(isinstance(one, FullyShardedDataParallel) for one in prepared.modules()) or any(
-        hasattr(one, "ds_id") or hasattr(one, "device_mesh") for one in prepared.parameters()
+    return any(
+        isinstance(module, FullyShardedDataParallel) for module in prepared.modules()
+    ) or any(
+        hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh")
+        for parameter in prepared.parameters()
     )
 
 

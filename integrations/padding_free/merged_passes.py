@@ -146,9 +146,14 @@ def _why_not_trunk(model: Any) -> str | None:
     hooked = module_state.hooked(trunk, is_replayed=True)
     if hooked is not None:
         return f"there are hooks on {hooked}"
-    if any(isinstance(one, _NormBase) and one.track_running_stats for one in trunk.modules()):
+    if any(
+        isinstance(module, _NormBase) and module.track_running_stats for module in trunk.modules()
+    ):
         return "it has statistics of batches"
-    if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in trunk.parameters()):
+    if any(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        for parameter in trunk.parameters()
+    ):
         return "there are hooks on its parameters' gradients"
     if seam.opened(trunk) is None:
         return "its trunk is compiled by the script"
@@ -193,7 +198,7 @@ class MergedPasses:
         self._num_tokens = self._most_tokens = 0
         self._abandon()
         self._coming, self._next = list(batches), 0
-        self._versions = [_versions(one) for one in self._coming]
+        self._versions = [_versions(batch) for batch in self._coming]
         self._is_strange = False
 
     def _weigh(self, step: StepTokens | None) -> None:
@@ -271,8 +276,8 @@ class MergedPasses:
             return None
         several = self._coming[first : first + len(packings)]
         rows = [
-            forward.pack(_of_batch(one), plan, is_filled=False)
-            for one, plan in zip(several, packings, strict=True)
+            forward.pack(_of_batch(batch), plan, is_filled=False)
+            for batch, plan in zip(several, packings, strict=True)
         ]
         return _Group(first, rows, forward.joined(rows, packings), total)
 
@@ -283,8 +288,8 @@ class MergedPasses:
             return call(*args, **kwargs)
         problem = group.problem(args, kwargs)
         if problem is None and group.output is None:
-            given = [group.swapped("", one) for one in args]
-            named = {name: group.swapped(name, one) for name, one in kwargs.items()}
+            given = [group.swapped("", argument) for argument in args]
+            named = {name: group.swapped(name, argument) for name, argument in kwargs.items()}
             before, is_lacking = guard.random_numbers(), False
             try:
                 problem = group.take(call(*given, **named))
@@ -349,7 +354,7 @@ class _Group:
         self._joint = joint
         self._others: tuple[Any, ...] | None = None
         self._number = 0
-        self._parts = _Parts([one["input_ids"].shape[1] for one in rows])
+        self._parts = _Parts([row["input_ids"].shape[1] for row in rows])
 
     def enter(self, number: int, row: dict[str, Any]) -> None:
         """The pass of micro-batch `number` begins, with the packed arguments `row`."""
@@ -358,9 +363,9 @@ class _Group:
 
     def problem(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Why the trunk's call can't be answered: it has other arguments than the first one's."""
-        known = {id(one) for one in self.row.values() if isinstance(one, Tensor)}
+        known = {id(argument) for argument in self.row.values() if isinstance(argument, Tensor)}
         others = []
-        for name, value in (*(("", one) for one in args), *kwargs.items()):
+        for name, value in (*(("", argument) for argument in args), *kwargs.items()):
             is_batch = name in self._joint or id(value) in known
             if is_batch and (not isinstance(value, Tensor) or id(value) in known):
                 continue
@@ -377,7 +382,9 @@ class _Group:
         """The argument of all in place of the one that the micro-batch would have."""
         if name in self._joint:
             return self._joint[name]
-        names = [key for key, one in self.row.items() if one is value and key in self._joint]
+        names = [
+            key for key, argument in self.row.items() if argument is value and key in self._joint
+        ]
         return self._joint[names[0]] if isinstance(value, Tensor) and names else value
 
     def take(self, output: Any) -> str | None:
@@ -449,7 +456,7 @@ class _Parts:
         gradient = hidden.new_zeros(hidden.shape)
         gradient[:, self._ends[number] : self._ends[number + 1]] = leaf.grad
         self._taken[number] = None
-        is_last = all(one is None for one in self._taken)
+        is_last = all(part is None for part in self._taken)
         torch.autograd.backward(hidden, gradient, retain_graph=not is_last)
 
 

@@ -81,7 +81,7 @@ class PlanningCollate:
             return batch
         given = [batch.get(key) for key in ("input_ids", "attention_mask", "labels")]
         # Without labels it is for `generate` or another model, which would refuse the plan.
-        tensors = [one for one in given if isinstance(one, Tensor)]
+        tensors = [value for value in given if isinstance(value, Tensor)]
         if len(tensors) < len(given):
             return batch
         ids, mask, labels = tensors
@@ -149,9 +149,9 @@ class PackedForward:
             self._harmless.add("output_router_logits")  # which the probe has seen then
         self._hooks = [
             (name or type(model).__name__, hooks)
-            for name, one in model.named_modules()
-            if one is not outer
-            for hooks in (one._forward_pre_hooks, one._forward_hooks)
+            for name, module in model.named_modules()
+            if module is not outer
+            for hooks in (module._forward_pre_hooks, module._forward_hooks)
         ]
         # Those under way, the innermost last; None for what is not packed.
         self._calls: list[_Call | None] = []
@@ -468,13 +468,13 @@ class PackedForward:
 
     def joined(self, rows: Sequence[dict[str, Any]], packings: Sequence[Packing]) -> dict[str, Any]:
         """The arguments for one row of several, filled up to one of few shapes."""
-        lengths = [one for packing in packings for one in packing.lengths]
+        lengths = [length for packing in packings for length in packing.lengths]
         num_tokens = sum(lengths)
         shape = self.shapes.fit(num_tokens, len(lengths), max(lengths))
         names = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
         joint = {
             name: packed_rows.filled(
-                torch.cat([one[name] for one in rows], dim=1), shape.num_tokens - num_tokens, 0
+                torch.cat([row[name] for row in rows], dim=1), shape.num_tokens - num_tokens, 0
             )
             for name in names
             if name in rows[0]

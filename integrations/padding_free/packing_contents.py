@@ -36,10 +36,16 @@ def special(model: Any, batch: dict[str, Tensor], call: Callable[..., Any]) -> d
         call: runs the model's forward pass. What it refuses, a training never has in its text.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
-    named = {one: name for name, one in _named_ids(model.config.to_dict()) if 0 <= one < vocabulary}
-    of_text = [one for one, name in named.items() if not any(no in name for no in _NO_TEXT)]
+    named = {
+        token_id: name
+        for name, token_id in _named_ids(model.config.to_dict())
+        if 0 <= token_id < vocabulary
+    }
+    of_text = [
+        token_id for token_id, name in named.items() if not any(no in name for no in _NO_TEXT)
+    ]
     of_text = [*dict.fromkeys([*of_text, *range(min(_FIRST_IDS, vocabulary))])]
-    others = [one for one in named if one not in of_text]
+    others = [token_id for token_id in named if token_id not in of_text]
     made = _with_ids(batch, [*of_text, *others])
     try:
         call(**made)
@@ -55,15 +61,15 @@ def _named_ids(settings: dict[str, Any], within: str = "") -> Iterator[tuple[str
             yield from _named_ids(value, path)
         elif str(name).endswith(("_id", "_index", "_ids")):
             several = value if isinstance(value, list) else [value]
-            yield from ((path, one) for one in several if type(one) is int)
+            yield from ((path, token_id) for token_id in several if type(token_id) is int)
 
 
 def _with_ids(batch: dict[str, Tensor], special_ids: list[int]) -> dict[str, Tensor]:
     """Each of the ids twice, as long as there is room in every other token of the text."""
     ids = batch["input_ids"].clone()
     places = batch["attention_mask"].flatten().nonzero().flatten().tolist()[1::2]
-    for place, one in zip(places, [*special_ids, *special_ids], strict=False):
-        ids.view(-1)[place] = one
+    for place, token_id in zip(places, [*special_ids, *special_ids], strict=False):
+        ids.view(-1)[place] = token_id
     return {**batch, "input_ids": ids}
 
 

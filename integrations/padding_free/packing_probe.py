@@ -84,12 +84,14 @@ def _ropes(model: Any) -> Iterator[Any]:
     """The kinds of rotary positions, by what the configuration and the modules say."""
     waiting = [getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):  # one for each kind of layer may lie within
+        settings = waiting.pop()
+        if isinstance(settings, dict):  # one for each kind of layer may lie within
             yield from (
-                one[name] for name in ("rope_type", "type") if isinstance(one.get(name), str)
+                settings[name]
+                for name in ("rope_type", "type")
+                if isinstance(settings.get(name), str)
             )
-            waiting += one.values()
+            waiting += settings.values()
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         yield from kinds.values() if isinstance(kinds, dict) else (kinds,)
@@ -176,7 +178,7 @@ def _compare(model: Any, call: Callable[..., Any], precision: torch.dtype) -> Co
         with _called_tables(model) as tables:
             padded = call(**batch, **_uncached(model))
     except (IndexError, ValueError, RuntimeError, TypeError):
-        fewest = min((one.num_embeddings for one in _tables(model)), default=_WIDTH)
+        fewest = min((embedding.num_embeddings for embedding in _tables(model)), default=_WIDTH)
         if fewest < _WIDTH:
             raise Unsupported(f"its {fewest} positions are too few to try it out") from None
         raise Unsupported("it takes no labels of each token") from None
@@ -408,8 +410,8 @@ def _called_tables(model: torch.nn.Module) -> Iterator[list[torch.nn.Embedding]]
     """Those that are looked into while this is open: a vision tower has its own."""
     found: list[torch.nn.Embedding] = []
     hooks = [
-        one.register_forward_pre_hook(lambda table, _: found.append(table))
-        for one in _tables(model)
+        embedding.register_forward_pre_hook(lambda table, _: found.append(table))
+        for embedding in _tables(model)
     ]
     try:
         yield found

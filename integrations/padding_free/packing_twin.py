@@ -77,9 +77,9 @@ def describe(outer: Any, model: Any) -> Twin:
         method = str(getattr(adapter, "peft_type", "")).rpartition(".")[2].upper()
         if method not in _ADAPTERS or getattr(adapter, "alora_invocation_tokens", None):
             raise Unsupported(f"its adapter ({method}) may look at more than each token")
-    for one in outer.modules():
-        own = vars(one).get("forward")
-        kind: Any = _kind(type(one))
+    for module in outer.modules():
+        own = vars(module).get("forward")
+        kind: Any = _kind(type(module))
         if not _is_known(kind.__module__):
             raise Unsupported(f"{kind.__qualname__} is a module of the script's own")
         for forward in (own, kind.forward):
@@ -116,7 +116,7 @@ def _made(twin: Twin) -> Any:
         config = make(twin.config)
         try:
             with torch.device("meta"):
-                number = sum(one.numel() for one in kind(config).parameters())
+                number = sum(parameter.numel() for parameter in kind(config).parameters())
             if number > _MOST_PARAMETERS:
                 problems.append(f"{number:,} parameters are too many")
                 continue
@@ -134,29 +134,31 @@ def _move(model: Any) -> None:
     """Give every weight a value of its own: those that begin at zero or one would hide theirs."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for one in model.parameters():
-            noise = torch.randn(one.shape, generator=generator, dtype=torch.float32, device="cpu")
-            if one.dim() > 1:
-                one.copy_(noise * one.shape[-1] ** -0.5)
+        for weight in model.parameters():
+            noise = torch.randn(
+                weight.shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
+            if weight.dim() > 1:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
             else:
-                one.add_(0.1 * noise)
+                weight.add_(0.1 * noise)
 
 
 def _shallow(config: Any) -> Any:
     """A copy with fewer layers, of each kind one at least, that draws nothing in training."""
     made = copy.deepcopy(config)
-    for one in _parts(made):
-        for name in list(vars(one)):
-            if any(drawn in name for drawn in _DRAWN) and type(getattr(one, name)) is float:
-                setattr(one, name, 0.0)
-        if getattr(one, "_attn_implementation", None) not in (None, "eager", "sdpa"):
-            one._attn_implementation = "sdpa"  # others need a GPU; which tokens they see is alike
+    for part in _parts(made):
+        for name in list(vars(part)):
+            if any(drawn in name for drawn in _DRAWN) and type(getattr(part, name)) is float:
+                setattr(part, name, 0.0)
+        if getattr(part, "_attn_implementation", None) not in (None, "eager", "sdpa"):
+            part._attn_implementation = "sdpa"  # others need a GPU; which tokens they see is alike
         for name in _DEPTHS:
-            depth = vars(one).get(name)
+            depth = vars(part).get(name)
             if type(depth) is int and depth > _LEAST_DEPTH:
-                _cut(one, name, depth)
-        if "use_cache" in vars(one):
-            one.use_cache = False
+                _cut(part, name, depth)
+        if "use_cache" in vars(part):
+            part.use_cache = False
     return made
 
 
@@ -168,7 +170,7 @@ def _cut(config: Any, name: str, depth: int) -> None:
     }
     least = _LEAST_DEPTH
     for value in lists.values():
-        kinds = {repr(one) for one in value}
+        kinds = {repr(entry) for entry in value}
         least = max(least, next(n for n in range(1, depth + 1) if _has(value[:n], kinds)))
     least = min(depth, least)
     for key, value in lists.items():
@@ -177,14 +179,14 @@ def _cut(config: Any, name: str, depth: int) -> None:
 
 
 def _has(values: Any, kinds: set[str]) -> bool:
-    return {repr(one) for one in values} == kinds
+    return {repr(value) for value in values} == kinds
 
 
 def _narrow(config: Any) -> Any:
     """The same with few and narrow heads, and narrow layers, in the former proportions."""
     made = _narrow_between_heads(config)
-    for one in _parts(made):
-        settings = vars(one)
+    for part in _parts(made):
+        settings = vars(part)
         heads = next((settings[name] for name in _HEADS if type(settings.get(name)) is int), None)
         if heads is None:
             continue
@@ -193,30 +195,30 @@ def _narrow(config: Any) -> Any:
             fewer -= 1
         for name in _HEADS:
             if settings.get(name) == heads:
-                setattr(one, name, fewer)
+                setattr(part, name, fewer)
         for name in _GROUPS:
             groups = settings.get(name)
             if type(groups) is int:
-                setattr(one, name, max(1, fewer * groups // heads))
+                setattr(part, name, max(1, fewer * groups // heads))
         for name in _WIDTHS:
             if type(settings.get(name)) is int:
-                setattr(one, name, fewer * _HEAD_WIDTH)
+                setattr(part, name, fewer * _HEAD_WIDTH)
         if type(settings.get("head_dim")) is int:
-            one.head_dim = min(settings["head_dim"], _HEAD_WIDTH)
+            part.head_dim = min(settings["head_dim"], _HEAD_WIDTH)
     return made
 
 
 def _narrow_between_heads(config: Any) -> Any:
     """The same with narrow layers around heads that stay as they are."""
     made = _shallow(config)
-    for one in _parts(made):
-        settings = vars(one)
+    for part in _parts(made):
+        settings = vars(part)
         for name in _WIDTHS:
             if type(settings.get(name)) is int:
-                setattr(one, name, _MOST_HEADS * _HEAD_WIDTH)
+                setattr(part, name, _MOST_HEADS * _HEAD_WIDTH)
         for name in _INNER:
             if type(settings.get(name)) is int:
-                setattr(one, name, min(settings[name], _INNER_WIDTH))
+                setattr(part, name, min(settings[name], _INNER_WIDTH))
     return made
 
 
@@ -229,19 +231,21 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _classes(model: Any) -> Iterator[str]:
-    for one in model.modules():
-        kind = _kind(type(one))
+    for module in model.modules():
+        kind = _kind(type(module))
         if kind.__module__.startswith("transformers."):
             yield f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _kind(of: type) -> type:
     """The class as it was written: sharding and parametrizations derive others from it."""
-    for one in of.__mro__:
-        is_derived = getattr(sys.modules.get(one.__module__), one.__name__, None) is not one
-        if one.__module__.startswith("torch.") and (is_derived or "distributed" in one.__module__):
+    for base in of.__mro__:
+        is_derived = getattr(sys.modules.get(base.__module__), base.__name__, None) is not base
+        if base.__module__.startswith("torch.") and (
+            is_derived or "distributed" in base.__module__
+        ):
             continue
-        return one
+        return base
     return of
 
 

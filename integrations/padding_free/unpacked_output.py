@@ -152,7 +152,7 @@ def _padded(value: Any, packing: Packing, row: int, name: str) -> Any:
     if _is_single(value):
         return value
     if type(value) in (tuple, list):
-        return type(value)(_padded(one, packing, row, name) for one in value)
+        return type(value)(_padded(element, packing, row, name) for element in value)
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if name in _FLAT_FIELDS and shape[:1] == (row,):
         return packing.unpack(value.unsqueeze(0)).flatten(0, 1)
@@ -186,8 +186,8 @@ _BYPASSED = (
 def _bypassed(value: Any) -> Any:
     """The same, to be refused to whoever waits for the loss's gradient."""
     if isinstance(value, tuple | list):
-        for one in value:
-            _bypassed(one)
+        for element in value:
+            _bypassed(element)
     elif type(value) is Tensor and value.requires_grad and value.dim():
         refuse_hooks(value, _BYPASSED)
     return value
@@ -329,7 +329,7 @@ class _Watched:
 
     def _with_note(self, value: Any, name: str) -> Any:
         if type(value) in (tuple, list):
-            return type(value)(self._with_note(one, name) for one in value)
+            return type(value)(self._with_note(element, name) for element in value)
         if isinstance(value, WatchedLogits):
             value.tell = functools.partial(_both, value.tell, functools.partial(self._note, name))
         elif isinstance(value, Tensor):

@@ -153,7 +153,7 @@ def _is_known_sampler(sampler: Any, may_share: bool) -> bool:
         is_own = sampler.generator is None or type(sampler).__name__ == "SeedableRandomSampler"
         return (is_own or may_share) and not sampler.replacement
     inner = [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
-    return all(one is None or _is_known_sampler(one, may_share) for one in inner)
+    return all(child is None or _is_known_sampler(child, may_share) for child in inner)
 
 
 def _is_known_data(data: Any) -> bool:

@@ -53,22 +53,22 @@ def _converting(original: _Function) -> _Function:
 
 def _collating(original: _Function) -> _Function:
     def torch_default_data_collator(features: Any) -> Any:
-        is_plain = isinstance(features, list) and all(type(one) is dict for one in features)
+        is_plain = isinstance(features, list) and all(type(feature) is dict for feature in features)
         if not is_plain or not features or config.current().compile == "off":
             return original(features)
         names = [name for name, row in features[0].items() if _is_row(name, row)]
         columns = {
-            name: _array([one[name] for one in features])
+            name: _array([feature[name] for feature in features])
             for name in names
-            if all(name in one for one in features)
+            if all(name in feature for feature in features)
         }
         # Rows that are tensors are stacked, which copies them once more.
         tensors = {
             name: torch.from_numpy(array) for name, array in columns.items() if array is not None
         }
         rows = [
-            {**one, **{name: array[number] for name, array in tensors.items()}}
-            for number, one in enumerate(features)
+            {**feature, **{name: array[number] for name, array in tensors.items()}}
+            for number, feature in enumerate(features)
         ]
         return original(rows)
 

@@ -200,7 +200,10 @@ class _Late(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             first = args[0]
-            plain = [one.as_subclass(Tensor) if type(one) is _Late else one for one in args]
+            plain = [
+                argument.as_subclass(Tensor) if type(argument) is _Late else argument
+                for argument in args
+            ]
             if type(first) is _Late and not kwargs:
                 if func is Tensor.sum and len(args) == 1:
                     return first.step.late(func(*plain), first.number)

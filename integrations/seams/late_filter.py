@@ -48,7 +48,9 @@ def _is_known(trainer: Any) -> bool:
     return (
         hasattr(trainer, "_globalstep_last_logged")
         and not any(name in own for name in _METHODS)
-        and all(one is None or one.__module__.partition(".")[0] in _KNOWN for one in methods)
+        and all(
+            method is None or method.__module__.partition(".")[0] in _KNOWN for method in methods
+        )
     )
 
 
@@ -72,7 +74,10 @@ class _Late(Tensor):
                 total, loss = args[:2]
                 if type(loss) is _Late and type(total) is Tensor:
                     args = (total, _filtered(total, loss), *args[2:])
-            plain = [one.as_subclass(Tensor) if type(one) is _Late else one for one in args]
+            plain = [
+                argument.as_subclass(Tensor) if type(argument) is _Late else argument
+                for argument in args
+            ]
             return func(*plain, **(kwargs or {}))
 
 

@@ -59,7 +59,7 @@ def attach(optimizer: Any, changes: Changes) -> None:
         optimizer._unflatten_partitioned_parameters(sub_group)
 
     setattr(optimizer, _UPDATE, update)
-    changes.on_undo_of(optimizer, lambda one: delattr(one, _UPDATE))
+    changes.on_undo_of(optimizer, lambda changed: delattr(changed, _UPDATE))
     decisions.record(_WHAT, "ours", "rounded on the GPU, or piece by piece into pinned memory")
 
 

@@ -76,7 +76,7 @@ def _attempt(do: Callable[[], object]) -> None:
 def _begin(optimizer: Any) -> None:
     global _num_searches
     options = config.current()
-    trained = [one for group in optimizer.param_groups for one in group["params"]]
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if (
         not _is_any_on(options)
         or claims.is_left_to_stock()
@@ -87,12 +87,12 @@ def _begin(optimizer: Any) -> None:
     if claims.is_taken(optimizer) or claims.trains_taken(trained):
         return
     _num_searches += 1
-    found = _outermost({id(one) for one in trained})
+    found = _outermost({id(parameter) for parameter in trained})
     # Kernels and packing would change modules that `deepytorch.compile` has code for, or measures.
-    if any(claims.is_taken(one) or compilation.is_begun(one) for one in found):
+    if any(claims.is_taken(module) or compilation.is_begun(module) for module in found):
         return
     if found:
-        _searches[optimizer] = _Search(found, {id(one) for one in trained})
+        _searches[optimizer] = _Search(found, {id(parameter) for parameter in trained})
 
 
 def _may_search(lasted_s: float) -> bool:
@@ -102,21 +102,23 @@ def _may_search(lasted_s: float) -> bool:
 
 def _is_any_on(options: Options) -> bool:
     chosen = (options.compile, options.kernels, options.padding_free)
-    return options.enabled and any(one != "off" for one in chosen)
+    return options.enabled and any(mode != "off" for mode in chosen)
 
 
 def _outermost(wanted: set[int]) -> list[nn.Module]:
     """The modules that contain parameters of these ids and are in no other; see NOTE [Finding]."""
     # By the type alone: to ask an object what it is may run its code.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    modules = [one for one in modules if "_modules" in vars(one) and "_parameters" in vars(one)]
+    modules = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
+    modules = [
+        module for module in modules if "_modules" in vars(module) and "_parameters" in vars(module)
+    ]
     outer: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in module._modules.values():
             outer.setdefault(id(child), []).append(module)
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    left = [one for one in modules if _owns(one, wanted)]
+    left = [module for module in modules if _owns(module, wanted)]
     while left:
         module = left.pop()
         if id(module) in seen:
@@ -130,7 +132,7 @@ def _outermost(wanted: set[int]) -> list[nn.Module]:
 
 
 def _owns(module: nn.Module, wanted: set[int]) -> bool:
-    return any(id(one) in wanted for one in module._parameters.values())
+    return any(id(parameter) in wanted for parameter in module._parameters.values())
 
 
 class _Spotter:
@@ -212,7 +214,7 @@ class _Search:
             child
             for module, _ in alive
             for child in module.children()
-            if any(id(one) in self._wanted for one in child.parameters())
+            if any(id(parameter) in self._wanted for parameter in child.parameters())
         )
 
 
@@ -246,7 +248,7 @@ def _apply(
 
 
 def _kind(module: nn.Module) -> str:
-    if any(_is_sharded(one) for one in module.modules()):
+    if any(_is_sharded(part) for part in module.modules()):
         return "fsdp"
     return "ddp" if isinstance(module, nn.parallel.DistributedDataParallel) else "plain"
 
@@ -254,8 +256,8 @@ def _kind(module: nn.Module) -> str:
 def _is_sharded(module: nn.Module) -> bool:
     names = {"FullyShardedDataParallel", "FSDPModule"}
     return any(
-        one.__name__ in names and one.__module__.startswith("torch.distributed.fsdp")
-        for one in type(module).__mro__
+        base.__name__ in names and base.__module__.startswith("torch.distributed.fsdp")
+        for base in type(module).__mro__
     )
 
 
@@ -272,7 +274,7 @@ def _swap(
     if _is_whole(module):
         things = [regions.unwrapped(module), *optimizers]
         kernels.apply(things, options, changes, device=device, autocast=autocast)
-    elif not any(hasattr(one, "device_mesh") for one in module.parameters()):
+    elif not any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
         kernels.apply_to_optimizers(optimizers, options, changes, device=device)
 
 

@@ -71,10 +71,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _is_on_host(batch: Any) -> bool:
     """Whether all of its tensors are the CPU's; other ones may still be written to by a stream."""
     found = _tensors(batch)
-    return bool(found) and all(type(one) is Tensor and one.device.type == "cpu" for one in found)
+    return bool(found) and all(
+        type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in found
+    )
 
 
 def _tensors(batch: Any) -> list[Tensor]:
     # Classes of their own that are mappings, as BatchEncoding, count as one leaf.
     plain = dict(batch) if isinstance(batch, Mapping) else batch
-    return [one for one in tree_leaves(plain) if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]

@@ -141,8 +141,10 @@ def _preparing(trainer: Any, choice: str) -> Callable[..., Any]:
     def prepare(*args: Any, **kwargs: Any) -> Any:
         return original(
             *(
-                _balanced(one, trainer, choice) if isinstance(one, DataLoader) else one
-                for one in args
+                _balanced(argument, trainer, choice)
+                if isinstance(argument, DataLoader)
+                else argument
+                for argument in args
             ),
             **kwargs,
         )

@@ -78,7 +78,9 @@ def kind_of(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " | ".join(map(str, options))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join([kind_of(one) for one in options if one is not type(None)] + ["null"])
+        return " or ".join(
+            [kind_of(option) for option in options if option is not type(None)] + ["null"]
+        )
     return _KINDS[hint].removeprefix("a ")
 
 
@@ -163,7 +165,7 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
             value = word  # YAML reads these words as booleans
         if value in choices:
             return value
-        close = difflib.get_close_matches(str(value), [str(one) for one in choices], n=1)
+        close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
         raise RecipeError(
             f"{key} must be one of {', '.join(map(str, choices))}, not {value!r}"
             f"{f'. Did you mean {close[0]}?' if close else ''}"

@@ -117,7 +117,7 @@ def note_others(
 def text_of(value: Any, place: str) -> str:
     """A text, or the texts of OpenAI's list of parts put together."""
     if isinstance(value, list) and value:
-        value = "".join(_part(one, f"{place}, part {number}") for number, one in enumerate(value))
+        value = "".join(_part(part, f"{place}, part {number}") for number, part in enumerate(value))
     if not isinstance(value, str):
         raise RecipeError(f"{place} must be a text, not a {type(value).__name__}")
     refuse_half_characters(value, place)
@@ -151,7 +151,7 @@ def options_of(record: dict[str, Any], where: str) -> dict[str, Any]:
     if name in given:
         listed = _objects(tools, f'{where}: field "{name}"', "tools, each a JSON schema")
         if listed:
-            found["tools"] = [_tool(one, f'{where}: field "{name}"') for one in listed]
+            found["tools"] = [_tool(tool, f'{where}: field "{name}"') for tool in listed]
     if "documents" in given:
         place = f'{where}: field "documents"'
         found["documents"] = _objects(given["documents"], place, "documents, each an object")
@@ -250,7 +250,7 @@ def calls_of(value: Any, place: str) -> list[dict[str, Any]]:
 
 def _objects(value: Any, place: str, what: str) -> list[dict[str, Any]]:
     value = _from_json(value, place)
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(element, dict) for element in value):
         raise RecipeError(f"{place} must be a list of {what}; it has {value!r:.60}")
     return value
 

@@ -176,7 +176,7 @@ class RunOptions:
     @property
     def tracker_names(self) -> list[str]:
         """The trackers that are asked for."""
-        return [name for one in (self.trackers or "").split(",") if (name := one.strip())]
+        return [name for tracker in (self.trackers or "").split(",") if (name := tracker.strip())]
 
     def check_start(self, *, compare: bool) -> None:
         """RecipeError for what can be known to fail before a process starts, files included."""

@@ -19,7 +19,7 @@ _FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".saf
 def near(path: Path) -> str:
     """ " Did you mean ...?" with the most alike name beside ``path``, or ""."""
     folder = path.parent
-    names = sorted(one.name for one in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f". Did you mean {folder / close[0]}?" if close else ""
 
@@ -28,7 +28,7 @@ def refuse_missing(key: str, path: Path) -> None:
     """RecipeError unless there is something at ``path``."""
     if path.exists():
         return
-    parent = next((one for one in path.parents if one.exists()), Path("/"))
+    parent = next((folder for folder in path.parents if folder.exists()), Path("/"))
     there = f" (there is no {path.parent} either)" if parent != path.parent else ""
     raise RecipeError(f"{key}={path}: no such file or folder{there}{near(path)}")
 
@@ -98,7 +98,7 @@ def is_local(name: str) -> bool:
 
 
 def _no_checkpoint(path: Path, wanted: str) -> str:
-    below = sorted(one.parent for one in path.glob(f"*/{wanted}"))
+    below = sorted(file.parent for file in path.glob(f"*/{wanted}"))
     hint = f". Did you mean {below[-1]}?" if below else ""
     return f"model={path} has no {wanted}: name a checkpoint's folder{hint}"
 

@@ -196,7 +196,7 @@ def together(action: Callable[[], T], process: Process) -> T:
     except (RecipeError, OSError, ImportError) as error:
         problem = str(error)
     problems = all_of(problem, process)
-    failed = [(rank, one) for rank, one in enumerate(problems) if one]
+    failed = [(rank, message) for rank, message in enumerate(problems) if message]
     if failed:
         rank, first = failed[0]
         is_everyones = len(failed) == len(problems) and len(set(problems)) == 1
@@ -218,7 +218,9 @@ def everyones(problem: str | None, process: Process) -> str | None:
     dist.all_gather_object(problems, problem)
     if process.world_size == 1:
         return problem
-    return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), None)
+    return next(
+        (f"rank {rank}: {message}" for rank, message in enumerate(problems) if message), None
+    )
 
 
 def wait_for_all(process: Process) -> None:

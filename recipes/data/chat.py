@@ -59,7 +59,10 @@ def plain_text(conversation: Conversation) -> list[tuple[str, bool]]:
     Raises RecipeError for what has no place in a plain text.
     """
     if conversation.is_text:
-        return [(one.content or "", one.role == "assistant") for one in conversation.messages]
+        return [
+            (message.content or "", message.role == "assistant")
+            for message in conversation.messages
+        ]
     pieces: list[tuple[str, bool]] = []
     before = ""
     for number, message in enumerate(conversation.messages):
@@ -127,7 +130,7 @@ class Encoded(NamedTuple):
 
 def encode(conversation: Conversation, tokenizer: Any, options: Encoding) -> Encoded:
     """The conversation as tokens. Raises RecipeError for what would be left out without a word."""
-    if options.train_on_prompt and any(one.is_skipped for one in conversation.messages):
+    if options.train_on_prompt and any(message.is_skipped for message in conversation.messages):
         raise RecipeError(
             "a turn's weight says not to train it, and train_on_prompt=true trains all of them: "
             "leave one of the two out"
@@ -141,7 +144,9 @@ def encode(conversation: Conversation, tokenizer: Any, options: Encoding) -> Enc
         ids, trained = _encode_chat(chat, tokenizer, masked=not options.train_on_prompt)
     if options.train_on_prompt:
         trained = [True] * len(ids)
-    labels = [one if wanted else IGNORED_LABEL for one, wanted in zip(ids, trained, strict=True)]
+    labels = [
+        token if wanted else IGNORED_LABEL for token, wanted in zip(ids, trained, strict=True)
+    ]
     limit = options.max_length
     return Encoded(Example(ids[:limit], labels[:limit]), len(ids) > limit, num_thoughts)
 
@@ -151,7 +156,7 @@ def _encode_plain(conversation: Conversation, tokenizer: Any) -> tuple[list[int]
     trained = [False] * len(ids)
     pieces = plain_text(conversation)
     spoken = iter(
-        index for index, one in enumerate(conversation.messages) if one.role == "assistant"
+        index for index, message in enumerate(conversation.messages) if message.role == "assistant"
     )
     for text, is_answer in pieces:
         piece = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -228,7 +233,7 @@ def print_masked(example: Example, tokenizer: Any) -> None:
         end = start
         while end < len(pairs) and (pairs[end][1] == IGNORED_LABEL) == masked:
             end += 1
-        piece = tokenizer.decode([one for one, _ in pairs[start:end]])
+        piece = tokenizer.decode([token for token, _ in pairs[start:end]])
         text.append(piece, style="bright_black" if masked else "")
         start = end
     if len(text) > 1200:

@@ -26,7 +26,7 @@ def made_in(
     Raises RecipeError, on every rank, if one fails.
     """
     together(lambda: refuse_file(option, folder), process)
-    there = together(lambda: {one.name for one in _found(folder)}, process)
+    there = together(lambda: {path.name for path in _found(folder)}, process)
     if min(all_of(len(there), process)) >= count:  # it may be one that nobody may write to
         if process.is_main and len(there) > count:
             told = f"class images: using {count} of {len(there)} in {folder}"

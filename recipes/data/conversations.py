@@ -87,8 +87,8 @@ class Conversation:
         """Return the turns that are trained."""
         return [
             index
-            for index, one in enumerate(self.messages)
-            if index >= self.num_given and one.role == "assistant" and not one.is_skipped
+            for index, message in enumerate(self.messages)
+            if index >= self.num_given and message.role == "assistant" and not message.is_skipped
         ]
 
 
@@ -104,7 +104,7 @@ class Conversations:
 def has_empty_answer(conversation: Conversation) -> bool:
     """Whether a trained turn of the assistant says nothing, so that its end alone would be."""
     turns = [conversation.messages[index] for index in conversation.answers]
-    return any(not (one.content or "").strip() and not one.extras for one in turns)
+    return any(not (turn.content or "").strip() and not turn.extras for turn in turns)
 
 
 def as_conversation(pair: InstructionPair, where: str = "the embedded data") -> Conversation:

@@ -57,8 +57,8 @@ def encoded_by_all(
         found = []
         shown = process.is_main and is_large
         with StepProgress(len(own), enabled=shown, what="encoding") as progress:
-            for number, one in enumerate(own, 1):
-                found.append(encode_one(one, tokenizer, options))
+            for number, conversation in enumerate(own, 1):
+                found.append(encode_one(conversation, tokenizer, options))
                 progress.update(number, f"of this rank, one of {process.world_size}")
         return found
 
@@ -81,21 +81,31 @@ def _digest(conversations: Sequence[Conversation], tokenizer: Any, options: Enco
     template = training_template.training_template(tokenizer)
     facts = (words, tokenizer.chat_template, template, tokenizer.special_tokens_map)
     found.update(repr((*facts, options.max_length, options.train_on_prompt)).encode())
-    for one in conversations:
-        text = repr((one.messages, one.options, one.num_given, one.is_text))
+    for conversation in conversations:
+        text = repr(
+            (
+                conversation.messages,
+                conversation.options,
+                conversation.num_given,
+                conversation.is_text,
+            )
+        )
         found.update(text.encode(errors="surrogatepass"))
     return found.hexdigest()[:32]
 
 
 def _write(path: Path, every: Sequence[Encoded]) -> None:
     """Keep them; a disk that is full costs the next run its time, and nothing else."""
-    ids = [id_ for one in every for id_ in one.example.input_ids]
-    labels = [label for one in every for label in one.example.labels]
-    numbers = [[len(one.example.input_ids), int(one.is_cut), one.num_thoughts] for one in every]
+    ids = [id_ for encoded in every for id_ in encoded.example.input_ids]
+    labels = [label for encoded in every for label in encoded.example.labels]
+    numbers = [
+        [len(encoded.example.input_ids), int(encoded.is_cut), encoded.num_thoughts]
+        for encoded in every
+    ]
     partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = (torch.tensor(one, dtype=torch.int32) for one in (ids, labels, numbers))
+        tensors = (torch.tensor(field, dtype=torch.int32) for field in (ids, labels, numbers))
         torch.save(dict(zip(("ids", "labels", "numbers"), tensors, strict=True)), partial)
         partial.replace(path)
     except (OSError, RuntimeError) as error:

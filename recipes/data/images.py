@@ -165,7 +165,7 @@ def listed(folder: Path) -> tuple[list[Path], Counter[str]]:
 
 def say_others(others: Mapping[str, int]) -> None:
     """Print what lies beside the images; nothing if there is nothing."""
-    kinds = sorted(others.items(), key=lambda one: (-one[1], one[0]))
+    kinds = sorted(others.items(), key=lambda item: (-item[1], item[0]))
     told = ", ".join(f"{number} x {kind}" for kind, number in kinds)
     if told:
         text = f"skipped     {sum(others.values())} other files and folders: {told}"

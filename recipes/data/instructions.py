@@ -44,7 +44,11 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Instr
     """Read, shuffle, split and encode ``config.data``; says what was cut, left and held out."""
     loaded = together(lambda: load_conversations(config.data, config.data_format), process)
     conversations = loaded.found
-    order = [number for number, one in enumerate(conversations) if not has_empty_answer(one)]
+    order = [
+        number
+        for number, conversation in enumerate(conversations)
+        if not has_empty_answer(conversation)
+    ]
     num_empty = len(conversations) - len(order)
     if not order:
         raise RecipeError(
@@ -54,7 +58,9 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Instr
     random.Random(config.seed).shuffle(order)
     kept, trained, told = hold_out(order, config.held_out)
 
-    encoded = encoded_by_all([conversations[one] for one in order], tokenizer, config, process)
+    encoded = encoded_by_all(
+        [conversations[number] for number in order], tokenizer, config, process
+    )
     examples, summary = fitting(encoded[len(kept) :], config)
     try:
         left_out = fitting(encoded[: len(kept)], config)[0] if kept else []
@@ -76,17 +82,17 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Instr
         print_masked(examples[0], tokenizer)
     pad = tokenizer.pad_token_id
     fixed = config.packing == "fixed"
-    rows = fill_rows(examples, config.max_length) if fixed else [[one] for one in examples]
+    rows = fill_rows(examples, config.max_length) if fixed else [[example] for example in examples]
     if fixed and process.is_main:
         console.print(f"packing     {len(rows)} rows of up to {config.max_length} tokens")
 
-    lengths = [sum(len(one.input_ids) for one in row) for row in rows]
+    lengths = [sum(len(example.input_ids) for example in row) for row in rows]
 
     def batches_with(balance: StepBalance | None) -> EndlessBatches[TextBatch]:
         return EndlessBatches(
             len(rows),
             lambda index, epoch: rows[index],
-            lambda chosen: collate([one for row in chosen for one in row], pad),
+            lambda chosen: collate([example for row in chosen for example in row], pad),
             batch_size=config.batch_size,
             rank=process.rank,
             world_size=process.world_size,
@@ -106,7 +112,7 @@ def prepare_data(config: TextOptions, tokenizer: Any, process: Process) -> Instr
         decisions.record(WHAT, "off", why_not)
     # Every rank evaluates all of them, so that each has as many.
     held_out = [collate(few, pad) for few in in_batches(left_out, config.batch_size)]
-    longest = max(len(one.input_ids) for one in (*examples, *left_out))
+    longest = max(len(example.input_ids) for example in (*examples, *left_out))
     sample = conversations[kept[0]] if kept else Conversation()
     return InstructionData(batches_with(None), balanced, held_out, sample, longest)
 
@@ -129,7 +135,7 @@ def fill_rows(examples: Sequence[Example], length: int) -> list[list[Example]]:
     room is left (best fit decreasing)."""
     rows: list[list[Example]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), ascending
-    for example in sorted(examples, key=lambda one: len(one.input_ids), reverse=True):
+    for example in sorted(examples, key=lambda item: len(item.input_ids), reverse=True):
         needed = len(example.input_ids)
         place = bisect.bisect_left(room, (needed, -1))
         if place == len(room):

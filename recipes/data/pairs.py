@@ -47,14 +47,14 @@ def _read(records: Records) -> tuple[list[Pair], list[str]]:
         read = reader.alpaca if "instruction" in given else reader.prompt
         answer = "output" if "instruction" in given else "completion"
         chosen, rejected = (
-            read({**shared, **given, answer: one}, where) for one in _answers(record, where)
+            read({**shared, **given, answer: reply}, where) for reply in _answers(record, where)
         )
         pairs.append(Pair(chosen, rejected))
         known = {*_ANSWERS, *_SHARED, "prompt", "instruction", "input", "conversations"}
         unknown |= dict.fromkeys(
             name for name in record if name not in known and fields.is_given(record[name])
         )
-    return pairs, [*unknown, *(f"{one} of turns" for one in reader.unknown_in_turns)]
+    return pairs, [*unknown, *(f"{field} of turns" for field in reader.unknown_in_turns)]
 
 
 def _answers(record: dict[str, Any], where: str) -> list[Any]:
@@ -79,7 +79,7 @@ def _answers(record: dict[str, Any], where: str) -> list[Any]:
     if first == second:
         raise RecipeError(f'{where}: "chosen" and "rejected" are the same: leave the record out')
     shared = _num_shared(first, second) if _is_whole(record) else 0
-    return [one[shared:] if shared else one for one in found]
+    return [answer[shared:] if shared else answer for answer in found]
 
 
 def _given(record: dict[str, Any], where: str) -> dict[str, Any]:

@@ -188,10 +188,10 @@ def _builder_of(path: Path) -> tuple[list[Path], str]:
         if suffix not in kinds:
             raise RecipeError(_no_kind(path))
         return [path], kinds[suffix]
-    files = sorted(one for one in path.rglob("*") if one.suffix.lower() in kinds)
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in kinds)
     if not files:
         raise RecipeError(f"data={path} has no data files. {_no_kind(path)}")
-    found = {kinds[one.suffix.lower()] for one in files}
+    found = {kinds[file.suffix.lower()] for file in files}
     if len(found) > 1:
         raise RecipeError(
             f"data={path} has files of several kinds ({', '.join(sorted(found))}): keep one kind"
@@ -211,5 +211,5 @@ def _as_written(datasets: Any, path: Path) -> dict[str, Any]:
 def _without_nulls(value: Any) -> Any:
     # Rows of a table all have the same fields: what one lacks is null, at any depth.
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(field) for key, field in value.items() if field is not None}
+    return [_without_nulls(element) for element in value] if isinstance(value, list) else value

@@ -36,7 +36,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._template = training_template(tokenizer) if trained else None
         self._in_parts = wants_parts(tokenizer, self._template)
-        self._turns = [one.for_template() for one in conversation.messages]
+        self._turns = [message.for_template() for message in conversation.messages]
         self._options = dict(conversation.options)
 
     @cached_property
@@ -64,8 +64,8 @@ class Chat:
         found = self._apply(
             self._turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        trained = [bool(one) for one in found["assistant_masks"]]
-        spoken = [i for i, one in enumerate(self._turns) if one["role"] == "assistant"]
+        trained = [bool(flag) for flag in found["assistant_masks"]]
+        spoken = [i for i, turn in enumerate(self._turns) if turn["role"] == "assistant"]
         if spoken != self._conversation.answers:
             runs = _runs(trained)
             if len(runs) != len(spoken):
@@ -107,7 +107,7 @@ class Chat:
     def _refuse_options(self) -> None:
         for name in self._options:
             if name in ("tools", "documents"):
-                others = {key: one for key, one in self._options.items() if key != name}
+                others = {key: value for key, value in self._options.items() if key != name}
                 is_used = self._differs(self._turns, others)
             else:
                 # A variable may matter to the model's answers alone, as Qwen3's enable_thinking.
@@ -144,7 +144,7 @@ class Chat:
 
     def _drops(self, index: int, field: str, *, to_here: bool = False) -> bool:
         """Whether the text is the same without a turn's field; ``to_here``: up to this turn."""
-        less = {key: one for key, one in self._turns[index].items() if key != field}
+        less = {key: value for key, value in self._turns[index].items() if key != field}
         turns = self._turns[: index + 1] if to_here else self._turns
         return not self._differs([*turns[:index], less, *turns[index + 1 :]], whole=turns)
 
@@ -235,8 +235,8 @@ class Chat:
             given["chat_template"] = self._template
         if self._in_parts:
             turns = [
-                {**one, "content": in_parts(one["content"])} if "content" in one else one
-                for one in turns
+                {**turn, "content": in_parts(turn["content"])} if "content" in turn else turn
+                for turn in turns
             ]
         try:
             return self._tokenizer.apply_chat_template(turns, **given, **others)

@@ -179,7 +179,12 @@ def fit_vae(vae: Any, images: Sequence[torch.Tensor], steps: int = 60) -> None:
 def small_tokenizer() -> Any:
     """CLIP's tokenizer with a vocabulary of bytes: no merges, so no file is needed."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, *(one + "</w>" for one in alphabet), "<|startoftext|>", "<|endoftext|>"]
+    tokens = [
+        *alphabet,
+        *(letter + "</w>" for letter in alphabet),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     return _untyped(CLIPTokenizer)(vocab=vocabulary, merges=[], model_max_length=_TEXT_LENGTH)
 
@@ -244,9 +249,10 @@ def encode_text(text_encoders: list[Any], ids: torch.Tensor) -> dict[str, torch.
     if len(text_encoders) == 1:
         return {"text": text_encoders[0](ids[0])[0]}
     found = [
-        one(own, output_hidden_states=True) for one, own in zip(text_encoders, ids, strict=True)
+        encoder(own, output_hidden_states=True)
+        for encoder, own in zip(text_encoders, ids, strict=True)
     ]
-    states = [one.hidden_states[-2] for one in found]
+    states = [output.hidden_states[-2] for output in found]
     return {"text": torch.cat(states, dim=-1), "pooled": found[1].text_embeds}
 
 
@@ -303,8 +309,8 @@ def encode_images(
 
 def to_device(parts: Parts, device: torch.device) -> None:
     """Move every model of the pipeline."""
-    for one in (parts.vae, parts.unet, *parts.text_encoders):
-        one.to(device)
+    for model in (parts.vae, parts.unet, *parts.text_encoders):
+        model.to(device)
 
 
 def _untyped(cls: Any) -> Any:

@@ -215,7 +215,8 @@ def write_results(
         "not_equivalent": verdict,
         "native_calls": report.native_calls,
         "delegated_calls": report.delegated_calls,
-        "decisions": [one for one in report.decisions if "what" in one],  # of what computes
+        # Only those of what computes have a "what".
+        "decisions": [decision for decision in report.decisions if "what" in decision],
         "machine": provenance.machine_info(),
         "versions": provenance.versions(),
         "commit": provenance.commit(),

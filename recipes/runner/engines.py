@@ -82,7 +82,7 @@ def own_state(model: nn.Module) -> State:
     """Return what training changes, weights and buffers; frozen ones come from the model."""
     # Under each name: a tied weight has two.
     weights = model.named_parameters(remove_duplicate=False)
-    frozen = {name for name, one in weights if not one.requires_grad}
+    frozen = {name for name, weight in weights if not weight.requires_grad}
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
 
@@ -279,7 +279,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     blocks: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
-            blocks += [one for one in module if any(part is not one for part in one.modules())]
+            blocks += [
+                block for block in module if any(part is not block for part in block.modules())
+            ]
     inner = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inner]
 

@@ -30,7 +30,7 @@ class Key:
 def sections(options: type[RunOptions], config: Path) -> list[tuple[str, list[Key]]]:
     """The keys in the order of the file ``config``, below the titles that it has."""
     hints = typing.get_type_hints(options)
-    defaults = {one.name: one.default for one in dataclasses.fields(options)}
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
     found: list[tuple[str, list[Key]]] = []
     for title, name, meaning in _commented(config.read_text(encoding="utf-8")):
         if not found or found[-1][0] != title:

@@ -53,17 +53,18 @@ class RunLog:
         with self._or_without():
             if self._file is not None:
                 finite = {
-                    name: one if math.isfinite(one) else str(one) for name, one in scalars.items()
+                    name: scalar if math.isfinite(scalar) else str(scalar)
+                    for name, scalar in scalars.items()
                 }
                 self._file.write(json.dumps({"step": step, **finite}) + "\n")
-            for one in self._trackers:
-                one.log({f"train/{name}": value for name, value in scalars.items()}, step=step)
+            for tracker in self._trackers:
+                tracker.log({f"train/{name}": value for name, value in scalars.items()}, step=step)
 
     def close(self) -> None:
         """Flush and close all."""
         with self._or_without():
-            for one in self._trackers:
-                one.finish()
+            for tracker in self._trackers:
+                tracker.finish()
             if self._file is not None:
                 self._file.close()
 
@@ -91,7 +92,7 @@ def _plainly(module: Any) -> Iterator[None]:
 
 
 def _tracker(name: str, folder: Path, options: Mapping[str, Any], arm: str) -> Any:
-    known = {str(kind): one for kind, one in tracking.LOGGER_TYPE_TO_CLASS.items()}
+    known = {str(kind): logger for kind, logger in tracking.LOGGER_TYPE_TO_CLASS.items()}
     # One rank alone makes them, so none has to ask whether it is the first.
     tracker_class = type(name, (known[name],), {"main_process_only": False})
     where: list[Any] = [folder] if known[name].requires_logging_directory else []
@@ -129,7 +130,7 @@ def write_card(run_dir: Path, recipe: str, options: Mapping[str, Any]) -> None:
     from huggingface_hub import ModelCardData
 
     data, model = options.get("data"), options.get("model")
-    exported = [one for one in ("checkpoint", "adapter", "merged") if (run_dir / one).is_dir()]
+    exported = [name for name in ("checkpoint", "adapter", "merged") if (run_dir / name).is_dir()]
     facts = ModelCardData(
         base_model=model if _is_hub_id(model) else None,
         datasets=[str(data)] if _is_hub_id(data) else None,
@@ -145,7 +146,7 @@ def write_card(run_dir: Path, recipe: str, options: Mapping[str, Any]) -> None:
         + "".join(f"* {what}: {value:.4f}\n" for what, value in losses.items())
         + f"\n## Options\n\n```yaml\n{settings}```\n"
     )
-    for folder in (run_dir, *(run_dir / one for one in exported)):
+    for folder in (run_dir, *(run_dir / name for name in exported)):
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -157,8 +158,8 @@ def _last_losses(metrics: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     for line in lines:
-        one = json.loads(line)
+        record = json.loads(line)
         for key, what in (("loss", "loss of the last step"), ("held_out_loss", "loss held out")):
-            if isinstance(one.get(key), float):
-                found[what] = one[key]
+            if isinstance(record.get(key), float):
+                found[what] = record[key]
     return found

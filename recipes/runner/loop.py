@@ -151,12 +151,12 @@ def train(
     def report(steps: Iterator[LoggedStep]) -> bool:
         """Show and record them; whether any rank was told to end."""
         end = False
-        for one in steps:
-            meter.add(one.num_units, one.seconds)
-            rate = one.learning_rate
-            progress.update(one.step, f"loss {one.loss:.4f}  lr {rate:.2e}  {meter.text()}")
-            log.write(one.step, loss=one.loss, learning_rate=rate, **meter.scalars())
-            end = end or one.end
+        for logged in steps:
+            meter.add(logged.num_units, logged.seconds)
+            rate = logged.learning_rate
+            progress.update(logged.step, f"loss {logged.loss:.4f}  lr {rate:.2e}  {meter.text()}")
+            log.write(logged.step, loss=logged.loss, learning_rate=rate, **meter.scalars())
+            end = end or logged.end
         return end
 
     # To the very end: what is told after the last step only has to leave the export its time.

@@ -47,7 +47,7 @@ def has_room_for(model: nn.Module, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
-    return sum(one.numel() * one.element_size() for one in model.parameters()) < 0.8 * free
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters()) < 0.8 * free
 
 
 def peak_flops(device: torch.device) -> float:
@@ -68,12 +68,12 @@ def transformer_flops(model: nn.Module) -> float:
 
     Kaplan et al., 2020, without attention's own. Embeddings are looked up, not multiplied by.
     """
-    looked_up = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+    looked_up = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         looked_up.discard(head.weight)
-    weights = [one for one in model.parameters() if one not in looked_up]
-    return float(sum((6 if one.requires_grad else 4) * one.numel() for one in weights))
+    weights = [weight for weight in model.parameters() if weight not in looked_up]
+    return float(sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights))
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Estimate:
 def state_bytes(model: nn.Module, options: RunOptions, world_size: int) -> Estimate:
     """Weights, gradients and the optimizer's state of ``model`` on one rank, in GPU memory."""
     weights = list(model.parameters())
-    all_bytes = sum(one.numel() * one.element_size() for one in weights)
-    trained = sum(one.numel() for one in weights if one.requires_grad)
+    all_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     gradients, moments, master = 4 * trained, _MOMENTS_BYTES[options.optimizer] * trained, 0
     if options.engine == "deepspeed" and options.precision != "fp32":
         all_bytes, gradients, master = all_bytes // 2, 2 * trained, 4 * trained
@@ -136,7 +136,7 @@ class _Saved:
 
     def __init__(self, model: nn.Module) -> None:
         self.total = 0
-        self._seen = {one.untyped_storage().data_ptr() for one in model.parameters()}
+        self._seen = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         place = tensor.untyped_storage().data_ptr()

@@ -66,10 +66,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         weight_decay: float,
     ) -> None:
         listed = list(parameters)
-        ends = {id(one) for one in _ends(model)}
-        inner = [one for one in listed if one.ndim == 2 and id(one) not in ends]  # noqa: PLR2004
-        chosen = {id(one) for one in inner}
-        others = [one for one in listed if id(one) not in chosen]
+        ends = {id(weight) for weight in _ends(model)}
+        inner = [weight for weight in listed if weight.ndim == 2 and id(weight) not in ends]  # noqa: PLR2004
+        chosen = {id(weight) for weight in inner}
+        others = [weight for weight in listed if id(weight) not in chosen]
         given: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         self._parts: list[torch.optim.Optimizer] = []
         if inner:

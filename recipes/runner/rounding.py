@@ -41,7 +41,7 @@ def drops_out(model: nn.Module) -> bool:
     """Whether it leaves something out by chance: by layers, or by a share given to attention."""
     return any(
         (isinstance(module, _DropoutNd) and module.p > 0)
-        or any(isinstance(one, float) and one > 0 and "dropout" in key for key, one in own)
+        or any(isinstance(value, float) and value > 0 and "dropout" in key for key, value in own)
         for module in model.modules()
         for own in [vars(module).items()]
     )
