@@ -17,8 +17,6 @@
 namespace dpt {
 namespace {
 
-// Measuring stops for good in a process that spent this much on it.
-constexpr double kBudgetUs = 3e6;
 // On top of the operation's own timeout, which is meant for the operation.
 constexpr std::chrono::seconds kExtraTime{10};
 // How long a rank that is in an operation on a GPU, where nobody expects to wait, waits for others.
@@ -233,7 +231,7 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
     busy |= proposal.busy;
   }
 
-  const bool measures = all[0].measure && spent_us < kBudgetUs;
+  const bool measures = all[0].measure && spent_us < Decisions::instance().budget_us();
   // Known times serve a busy rank too. Without them it gets the rule of thumb, for now.
   if (busy && measures && ++times_busy_ <= kMostTimesBusy) return;
 

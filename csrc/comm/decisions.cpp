@@ -115,6 +115,16 @@ void Decisions::add_spent_us(double time_us) {
   spent_us_ += time_us;
 }
 
+double Decisions::budget_us() const {
+  std::lock_guard lock(mutex_);
+  return budget_us_;
+}
+
+void Decisions::set_budget_us(double time_us) {
+  std::lock_guard lock(mutex_);
+  budget_us_ = time_us;
+}
+
 void Decisions::add(const DecisionRow& row) {
   std::lock_guard lock(mutex_);
   rows_.insert_or_assign({row.group, row.collective, row.bytes.nominal}, row);

@@ -47,12 +47,16 @@ class Decisions {
   // Time spent measuring, in microseconds.
   double spent_us() const;
   void add_spent_us(double time_us);
+  // Measuring stops for good in a process that spent this much on it.
+  double budget_us() const;
+  // For tests: a busy machine spends any budget of real time sooner or later.
+  void set_budget_us(double time_us);
 
   void add(const DecisionRow& row);
   // The last decision for each class, collective and range.
   std::vector<DecisionRow> rows() const;
 
-  // Forgets everything, as a new process would; for tests.
+  // Forgets everything but the budget, as a new process would; for tests.
   void reset();
 
  private:
@@ -70,6 +74,7 @@ class Decisions {
   std::map<std::string, Profile> profiles_;
   std::map<std::tuple<TuningClass, Collective, size_t>, DecisionRow> rows_;
   double spent_us_ = 0;
+  double budget_us_ = 3e6;
 };
 
 }  // namespace dpt

@@ -18,6 +18,10 @@
 
 namespace dpt::testing {
 
+// The tuner has spent all it may. That takes a test's word here, since no test runs long enough to
+// spend the budget that it starts with.
+void spend_budget();
+
 // A status other than DPT_OK, with the core's message.
 class Failure : public std::runtime_error {
  public:

@@ -359,7 +359,7 @@ TEST_F(Calibration, StopsWhenTheBudgetIsSpent) {
       [](Rank& rank) {
         sum_ones(rank);
         rank.barrier();
-        Decisions::instance().add_spent_us(1e9);
+        spend_budget();
         rank.barrier();
         sum_ones(rank, 4 * kCount);
         std::vector<float> values(kCount, 1.0F);

@@ -338,7 +338,6 @@ TEST_F(DevicesOnNodes, NodesThatDifferGoInOneRing) {
 }
 
 TEST_F(DevicesOnNodes, ADelegateThatCompetesGoesInStagesWhereThatIsFaster) {
-  Decisions::instance().add_spent_us(-1e9);  // however slow the sanitizers make it
   const auto faster_from_16_mib = [](size_t bytes) { return bytes < 16 * kMiB ? 2000.0 : 900.0; };
   run_ranks(4,
             [](Rank& rank) {
@@ -421,7 +420,7 @@ TEST_F(DevicesOnNodes, WithoutMeasuringADelegateThatCompetesStaysFlat) {
   fake_devices().shared = true;
   run_ranks(4, stays_flat, {.tune = DPT_TUNE_AUTO, .execute = execute});
   fake_devices().shared = false;
-  Decisions::instance().add_spent_us(1e9);
+  spend_budget();
   run_ranks(4, stays_flat, {.tune = DPT_TUNE_AUTO, .execute = execute});
   EXPECT_EQ(stock_calls_, 0);
 }
@@ -488,7 +487,7 @@ TEST_F(DeviceTuning, WithTheBudgetSpentOnlyTheNextRangesTimesServe) {
             [](Rank& rank) {
               EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
               rank.barrier();
-              Decisions::instance().add_spent_us(1e9);
+              spend_budget();
               rank.barrier();
               EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED);
               EXPECT_EQ(sum_ones(rank, 16 * kMiB), DPT_DELEGATED);
@@ -525,7 +524,7 @@ TEST_F(DeviceTuning, RepeatableRunsMeasureNothing) {
 }
 
 TEST_F(DeviceTuning, TheBudgetIsOneForHostAndDevice) {
-  Decisions::instance().add_spent_us(1e9);
+  spend_budget();
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});

@@ -36,11 +36,11 @@ class ShortWay : public ::testing::Test {
   }
 };
 
-// Makes the ranks meet by peer access, where each kernel takes 10 us.
+// Makes the ranks meet by peer access, where each kernel takes 1 ms: few calls make a round then.
 void join_by_peer_access() {
   fake_devices().unmappable_rank = -1;
   fake_devices().peer_access = true;
-  fake_devices().time_us = [](const DevicePlan&, size_t) { return 10.0; };
+  fake_devices().time_us = [](const DevicePlan&, size_t) { return 1000.0; };
 }
 
 Request sum_of(Rank& rank, size_t count, dpt_data_type dtype = DPT_FLOAT32) {
@@ -185,7 +185,7 @@ TEST_F(ShortWay, TellsWhatTheDelegateFailsWith) {
 TEST_F(ShortWay, IsForEverySizeThatWasMeasuredToBeTheDelegates) {
   join_by_peer_access();
   const auto stock = [](const dpt_request&) {
-    advance_device(1);
+    advance_device(100);
     return DPT_OK;
   };
   for (const dpt_collective collective : {DPT_ALL_REDUCE, DPT_ALL_GATHER}) {
@@ -214,7 +214,7 @@ TEST_F(ShortWay, IsClosedOnceTheGpusGroupHasFailed) {
   replace_end_process([&](const std::string&) { ++ends; });
   std::barrier both(2);
   const auto stock = [](const dpt_request&) {
-    advance_device(1);
+    advance_device(100);
     return DPT_OK;
   };
   run_ranks(2,
@@ -243,11 +243,11 @@ TEST_F(ShortWay, IsClosedOnceTheGpusGroupHasFailed) {
 // As a program gives a list of them.
 class Coalesced : public ShortWay {
  protected:
-  // Native code takes 10 us for anything, the stock backend 1 us from 1 MiB on and else 100.
+  // Native code takes 1 ms for anything, the stock backend 0.1 ms from 1 MiB on and else 10.
   Coalesced() { join_by_peer_access(); }
 
   static dpt_status run_stock(const dpt_request& request) {
-    advance_device(request.count >= kLarge ? 1 : 100);
+    advance_device(request.count >= kLarge ? 100 : 10'000);
     return DPT_OK;
   }
 
