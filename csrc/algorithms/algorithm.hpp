@@ -73,14 +73,14 @@ struct RunContext {
 };
 
 struct Algorithm {
-  const char* name;
+  AlgorithmName name;
   Collective collective;
   void (*run)(const RunContext& context);
   Outline (*outline)(const NodeRun& run, const NodeLayout& layout) = nullptr;  // between nodes
 };
 
 // The entry for `name` and `collective`, or nullptr.
-const Algorithm* find_algorithm(const char* name, Collective collective);
+const Algorithm* find_algorithm(AlgorithmName name, Collective collective);
 
 // The steps and bytes that this rank stages in its slot; the others learn them when they enter.
 struct Staging {

@@ -3,6 +3,6 @@
 
 namespace dpt {
 
-const Algorithm kBarrier{"barrier", DPT_BARRIER, enter_small};
+const Algorithm kBarrier{AlgorithmName::kBarrier, DPT_BARRIER, enter_small};
 
 }  // namespace dpt

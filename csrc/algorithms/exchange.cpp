@@ -151,10 +151,10 @@ void run_exchange(const RunContext& context) { Exchange(context).run(); }
 
 }  // namespace
 
-const Algorithm kExchangeAllGather{"exchange", DPT_ALL_GATHER, run_exchange};
-const Algorithm kExchangeBroadcast{"exchange", DPT_BROADCAST, run_exchange};
-const Algorithm kExchangeGather{"exchange", DPT_GATHER, run_exchange};
-const Algorithm kExchangeScatter{"exchange", DPT_SCATTER, run_exchange};
-const Algorithm kExchangeAllToAll{"exchange", DPT_ALL_TO_ALL, run_exchange};
+const Algorithm kExchangeAllGather{AlgorithmName::kExchange, DPT_ALL_GATHER, run_exchange};
+const Algorithm kExchangeBroadcast{AlgorithmName::kExchange, DPT_BROADCAST, run_exchange};
+const Algorithm kExchangeGather{AlgorithmName::kExchange, DPT_GATHER, run_exchange};
+const Algorithm kExchangeScatter{AlgorithmName::kExchange, DPT_SCATTER, run_exchange};
+const Algorithm kExchangeAllToAll{AlgorithmName::kExchange, DPT_ALL_TO_ALL, run_exchange};
 
 }  // namespace dpt

@@ -421,8 +421,8 @@ Outline outline_node_pipeline(const NodeRun& run, const NodeLayout& layout) {
 }  // namespace
 
 const Algorithm kHierarchicalAllReduce{
-    "hierarchical", DPT_ALL_REDUCE, run_node_pipeline, outline_node_pipeline};
+    AlgorithmName::kHierarchical, DPT_ALL_REDUCE, run_node_pipeline, outline_node_pipeline};
 const Algorithm kHierarchicalReduce{
-    "hierarchical", DPT_REDUCE, run_node_pipeline, outline_node_pipeline};
+    AlgorithmName::kHierarchical, DPT_REDUCE, run_node_pipeline, outline_node_pipeline};
 
 }  // namespace dpt

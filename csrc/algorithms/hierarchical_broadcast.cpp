@@ -167,6 +167,6 @@ Outline outline_broadcast(const NodeRun& run, const NodeLayout& layout) {
 }  // namespace
 
 const Algorithm kHierarchicalBroadcast{
-    "hierarchical", DPT_BROADCAST, run_broadcast, outline_broadcast};
+    AlgorithmName::kHierarchical, DPT_BROADCAST, run_broadcast, outline_broadcast};
 
 }  // namespace dpt

@@ -358,10 +358,12 @@ Outline outline_exchange(const NodeRun& run, const NodeLayout& layout) {
 }  // namespace
 
 const Algorithm kHierarchicalAllGather{
-    "hierarchical", DPT_ALL_GATHER, run_exchange, outline_exchange};
-const Algorithm kHierarchicalGather{"hierarchical", DPT_GATHER, run_exchange, outline_exchange};
-const Algorithm kHierarchicalScatter{"hierarchical", DPT_SCATTER, run_exchange, outline_exchange};
+    AlgorithmName::kHierarchical, DPT_ALL_GATHER, run_exchange, outline_exchange};
+const Algorithm kHierarchicalGather{
+    AlgorithmName::kHierarchical, DPT_GATHER, run_exchange, outline_exchange};
+const Algorithm kHierarchicalScatter{
+    AlgorithmName::kHierarchical, DPT_SCATTER, run_exchange, outline_exchange};
 const Algorithm kHierarchicalAllToAll{
-    "hierarchical", DPT_ALL_TO_ALL, run_exchange, outline_exchange};
+    AlgorithmName::kHierarchical, DPT_ALL_TO_ALL, run_exchange, outline_exchange};
 
 }  // namespace dpt

@@ -173,6 +173,6 @@ Outline outline_reduce_scatter(const NodeRun& run, const NodeLayout& layout) {
 }  // namespace
 
 const Algorithm kHierarchicalReduceScatter{
-    "hierarchical", DPT_REDUCE_SCATTER, run_reduce_scatter, outline_reduce_scatter};
+    AlgorithmName::kHierarchical, DPT_REDUCE_SCATTER, run_reduce_scatter, outline_reduce_scatter};
 
 }  // namespace dpt

@@ -185,15 +185,16 @@ Outline outline_one_shot(const NodeRun& run, const NodeLayout& layout) {
 
 }  // namespace
 
-const Algorithm kNodeBarrier{"node_barrier", DPT_BARRIER, run_barrier};
+const Algorithm kNodeBarrier{AlgorithmName::kNodeBarrier, DPT_BARRIER, run_barrier};
 const Algorithm kNodeOneShotAllReduce{
-    "node_one_shot", DPT_ALL_REDUCE, run_reduce, outline_one_shot};
-const Algorithm kNodeOneShotReduce{"node_one_shot", DPT_REDUCE, run_reduce, outline_one_shot};
+    AlgorithmName::kNodeOneShot, DPT_ALL_REDUCE, run_reduce, outline_one_shot};
+const Algorithm kNodeOneShotReduce{
+    AlgorithmName::kNodeOneShot, DPT_REDUCE, run_reduce, outline_one_shot};
 const Algorithm kNodeOneShotReduceScatter{
-    "node_one_shot", DPT_REDUCE_SCATTER, run_reduce_scatter, outline_one_shot};
+    AlgorithmName::kNodeOneShot, DPT_REDUCE_SCATTER, run_reduce_scatter, outline_one_shot};
 const Algorithm kNodeOneShotAllGather{
-    "node_one_shot", DPT_ALL_GATHER, run_all_gather, outline_one_shot};
+    AlgorithmName::kNodeOneShot, DPT_ALL_GATHER, run_all_gather, outline_one_shot};
 const Algorithm kNodeOneShotBroadcast{
-    "node_one_shot", DPT_BROADCAST, run_broadcast, outline_one_shot};
+    AlgorithmName::kNodeOneShot, DPT_BROADCAST, run_broadcast, outline_one_shot};
 
 }  // namespace dpt

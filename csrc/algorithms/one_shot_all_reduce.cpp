@@ -31,7 +31,7 @@ void run_one_shot(const RunContext& context) {
 
 }  // namespace
 
-const Algorithm kOneShotAllReduce{"one_shot", DPT_ALL_REDUCE, run_one_shot};
-const Algorithm kOneShotReduce{"one_shot", DPT_REDUCE, run_one_shot};
+const Algorithm kOneShotAllReduce{AlgorithmName::kOneShot, DPT_ALL_REDUCE, run_one_shot};
+const Algorithm kOneShotReduce{AlgorithmName::kOneShot, DPT_REDUCE, run_one_shot};
 
 }  // namespace dpt

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/algorithm_name.hpp"
 #include "base/types.hpp"
 #include "transport/node_layout.hpp"
 
@@ -13,7 +14,7 @@ namespace dpt {
 
 // An operation between nodes as it was run.
 struct NodeRun {
-  const char* algorithm;  // of the table
+  AlgorithmName algorithm;
   Collective collective;
   DataType dtype;
   int root;

@@ -138,7 +138,7 @@ void run_pipeline(const RunContext& context) { Pipeline(context).run(); }
 
 }  // namespace
 
-const Algorithm kPipelinedAllReduce{"pipelined", DPT_ALL_REDUCE, run_pipeline};
-const Algorithm kPipelinedReduce{"pipelined", DPT_REDUCE, run_pipeline};
+const Algorithm kPipelinedAllReduce{AlgorithmName::kPipelined, DPT_ALL_REDUCE, run_pipeline};
+const Algorithm kPipelinedReduce{AlgorithmName::kPipelined, DPT_REDUCE, run_pipeline};
 
 }  // namespace dpt

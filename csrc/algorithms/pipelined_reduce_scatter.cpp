@@ -66,6 +66,7 @@ void run_reduce_scatter(const RunContext& context) {
 
 }  // namespace
 
-const Algorithm kPipelinedReduceScatter{"pipelined", DPT_REDUCE_SCATTER, run_reduce_scatter};
+const Algorithm kPipelinedReduceScatter{
+    AlgorithmName::kPipelined, DPT_REDUCE_SCATTER, run_reduce_scatter};
 
 }  // namespace dpt

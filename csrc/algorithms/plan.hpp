@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <string>
 
+#include "base/algorithm_name.hpp"
+
 namespace dpt {
 
 struct Plan {
-  const char* algorithm = "delegate";
+  AlgorithmName algorithm = AlgorithmName::kDelegate;
   size_t chunk_bytes = 0;  // pipeline step
   std::string reason;
 };

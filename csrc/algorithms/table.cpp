@@ -1,11 +1,8 @@
-#include <cstring>
-#include <string>
-
 #include "algorithms/algorithm.hpp"
 
 namespace dpt {
 
-const Algorithm* find_algorithm(const char* name, Collective collective) {
+const Algorithm* find_algorithm(AlgorithmName name, Collective collective) {
   static const Algorithm* const table[] = {
       &kOneShotAllReduce,
       &kOneShotReduce,
@@ -34,9 +31,7 @@ const Algorithm* find_algorithm(const char* name, Collective collective) {
       &kHierarchicalAllToAll,
   };
   for (const Algorithm* algorithm : table) {
-    if (algorithm->collective == collective && std::strcmp(algorithm->name, name) == 0) {
-      return algorithm;
-    }
+    if (algorithm->collective == collective && algorithm->name == name) return algorithm;
   }
   return nullptr;
 }

@@ -31,13 +31,12 @@ py::dict to_dict(const DecisionRow& row) {
   py::list candidates;
   for (const Measurement& time : decision.times) {
     py::dict candidate;
-    candidate["algorithm"] = time.candidate.algorithm;
+    candidate["algorithm"] = name_of(time.candidate.algorithm);
     put(candidate, time.candidate);
     candidate["median_us"] = time.median_us;
     candidate["spread_us"] = py::make_tuple(time.low_us, time.high_us);
     candidates.append(candidate);
   }
-  const bool by_rule = decision.chosen.algorithm == nullptr;
   py::dict plan;
   plan["op"] = name_of(row.collective);
   plan["ranks"] = row.group.ranks;
@@ -46,8 +45,11 @@ py::dict to_dict(const DecisionRow& row) {
   plan["first_bytes"] = row.bytes.first;
   plan["last_bytes"] = row.bytes.last;
   plan["measured_bytes"] = row.bytes.nominal;
-  plan["algorithm"] = by_rule ? py::object(py::none()) : py::str(decision.chosen.algorithm);
-  put(plan, decision.chosen);
+  // The rule of thumb has no parameters of its own; reports say None and zeros.
+  const Candidate chosen = decision.chosen.value_or(Candidate{});
+  plan["algorithm"] =
+      decision.chosen ? py::object(py::str(name_of(chosen.algorithm))) : py::object(py::none());
+  put(plan, chosen);
   plan["reason"] = decision.reason;
   plan["source"] = decision.source;
   plan["candidates"] = candidates;
@@ -90,7 +92,7 @@ py::dict to_dict(const NodeRun& run, const Outline& outline) {
   }
   py::dict plan;
   plan["op"] = name_of(run.collective);
-  plan["algorithm"] = run.algorithm;
+  plan["algorithm"] = name_of(run.algorithm);
   plan["way"] = outline.way;
   plan["rails"] = outline.rails;
   plan["pieces"] = outline.pieces;
@@ -133,7 +135,7 @@ void register_comm(py::module_& m) {
           py::dict entry;
           entry["group"] = row.group;
           entry["op"] = name_of(row.collective);
-          entry["algorithm"] = row.algorithm;
+          entry["algorithm"] = name_of(row.algorithm);
           entry["reason"] = row.reason;
           entry["calls"] = row.calls;
           entry["bytes"] = row.bytes;

@@ -27,7 +27,7 @@ constexpr int kMostTimesBusy = 64;
 // An Entry as it crosses process borders.
 struct SharedEntry {
   struct Time {
-    char algorithm[16];
+    AlgorithmName algorithm;
     uint64_t chunk_bytes;
     int32_t channels;
     int32_t threads;
@@ -45,7 +45,7 @@ SharedEntry to_shared(const Entry& entry) {
   for (const Measurement& measurement : entry) {
     if (shared.size == std::size(shared.times)) break;
     SharedEntry::Time& time = shared.times[shared.size++];
-    std::strncpy(time.algorithm, measurement.candidate.algorithm, sizeof time.algorithm - 1);
+    time.algorithm = measurement.candidate.algorithm;
     time.chunk_bytes = measurement.candidate.chunk_bytes;
     time.channels = measurement.candidate.channels;
     time.threads = measurement.candidate.threads;
@@ -61,12 +61,11 @@ Entry from_shared(const SharedEntry& shared) {
   Entry entry;
   for (uint32_t i = 0; i < shared.size; ++i) {
     const SharedEntry::Time& time = shared.times[i];
-    const char* algorithm = known_algorithm(time.algorithm);
-    DPT_CHECK(algorithm != nullptr);
-    entry.push_back({{algorithm, time.chunk_bytes, time.channels, time.threads, time.delegated},
-                     time.median_us,
-                     time.low_us,
-                     time.high_us});
+    entry.push_back(
+        {{time.algorithm, time.chunk_bytes, time.channels, time.threads, time.delegated},
+         time.median_us,
+         time.low_us,
+         time.high_us});
   }
   return entry;
 }
@@ -255,7 +254,7 @@ void GroupTuning::settle(const RunContext& context, size_t bytes, Bench& bench) 
     decision = decide(from_shared(all[0].entry), limits(context.segment), all[0].found);
     decision.source = all[0].source;
   }
-  if (decision.chosen.algorithm == nullptr) decision.source = "rule of thumb";
+  if (!decision.chosen) decision.source = "rule of thumb";
   freeze(operation.collective, *bucket, std::move(decision));
 }
 

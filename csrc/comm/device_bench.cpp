@@ -233,8 +233,8 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   trial.request.device = request_.device;
   trial.request.call = request_.call;
 
-  const Candidate stock{known_algorithm("delegate")};
-  const Candidate in_stages{known_algorithm(kInStages)};
+  const Candidate stock{AlgorithmName::kDelegate};
+  const Candidate in_stages{AlgorithmName::kInStages};
   const auto before = Clock::now();
   const bool has_delegate = delegate_ != nullptr && trial.try_once(stock);
   const bool has_stages = group_ == nullptr && has_delegate && trial.try_once(in_stages);

@@ -1,7 +1,6 @@
 #include "comm/device_collectives.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 
 #include "comm/fabric.hpp"
@@ -12,7 +11,6 @@
 namespace dpt {
 namespace {
 
-constexpr const char* kDelegate = "delegate";
 constexpr const char* kInOne = "of a list, which is one kernel of the stock backend";
 
 }  // namespace
@@ -33,8 +31,8 @@ dpt_outcome DeviceCollectives::submit(const dpt_request& request, uint64_t* reco
   *recorded = facts_.record(request);
   bool lasts = false;
   DevicePlan plan = planner_.plan(request, &lasts);
-  const bool by_nodes = std::strcmp(plan.algorithm, "hierarchical") == 0;
-  if (by_nodes || std::strcmp(plan.algorithm, kDelegate) == 0) {
+  const bool by_nodes = plan.algorithm == AlgorithmName::kInStages;
+  if (by_nodes || plan.algorithm == AlgorithmName::kDelegate) {
     StatisticsRow* const row =
         facts_.statistics->row_of(request.collective, plan.algorithm, plan.reason.c_str());
     if (lasts) known_.add(request, by_nodes, row);
@@ -100,9 +98,9 @@ StatisticsRow* DeviceCollectives::row_of_delegated(const dpt_request& request) {
   const KnownDelegated::Known* const known = known_.find(request);
   if (known != nullptr) return known->by_nodes ? nullptr : known->row;
   const std::optional<DevicePlan> plan = planner_.settled_plan(request);
-  if (!plan || std::strcmp(plan->algorithm, kDelegate) != 0) return nullptr;
+  if (!plan || plan->algorithm != AlgorithmName::kDelegate) return nullptr;
   StatisticsRow* const row =
-      facts_.statistics->row_of(request.collective, kDelegate, plan->reason.c_str());
+      facts_.statistics->row_of(request.collective, AlgorithmName::kDelegate, plan->reason.c_str());
   known_.add(request, false, row);
   return row;
 }
@@ -125,8 +123,10 @@ void DeviceCollectives::begin_coalesced(const dpt_request* requests,
   const JoinedDevice* const joined = membership_.joined();
   const bool in_one = joined != nullptr && joined->group && !joined->staged && !transports_.nodes &&
                       count > 1 && membership_.tuning().delegate_competes();
-  StatisticsRow* row =
-      in_one ? facts_.statistics->row_of(requests[0].collective, kDelegate, kInOne) : nullptr;
+  StatisticsRow* row = nullptr;
+  if (in_one) {
+    row = facts_.statistics->row_of(requests[0].collective, AlgorithmName::kDelegate, kInOne);
+  }
   bool any = false;
   for (size_t i = 0; i < count; ++i) {
     const dpt_request& request = requests[i];

@@ -116,7 +116,8 @@ DevicePlan DevicePlanner::plan(const dpt_request& request, bool* lasts) {
     const bool tunes_stages = by_nodes && !joined->group && even;
     const Decision* const tuned =
         tunes || tunes_stages ? membership_.tuning().find(request.collective, bytes) : nullptr;
-    const bool copies = tuned != nullptr && tuned->chosen.algorithm == cuda::kCopyEngine;
+    const bool copies =
+        tuned != nullptr && tuned->chosen && tuned->chosen->algorithm == AlgorithmName::kCopyEngine;
     return choose_device(
         {.collective = request.collective,
          .bytes = bytes,
@@ -140,7 +141,7 @@ DevicePlan DevicePlanner::plan(const dpt_request& request, bool* lasts) {
   const bool is_settled = !reason.empty() || !is_open(request);
   DevicePlan plan = choose(std::move(reason));
   // Asked last: what is the delegate's anyway need not look at the stream.
-  if (staged && plan.algorithm == kCpuReduce && busy()) return choose(kBusy);
+  if (staged && plan.algorithm == AlgorithmName::kCpuReduce && busy()) return choose(kBusy);
   *lasts = KnownDelegated::is_plain(request) && !asked && is_settled;
   return plan;
 }

@@ -27,7 +27,7 @@ size_t bytes_to_choose_by(const Operation& operation, int size) {
   return most;
 }
 
-bool is_delegate(const Plan& plan) { return std::string_view(plan.algorithm) == "delegate"; }
+bool is_delegate(const Plan& plan) { return plan.algorithm == AlgorithmName::kDelegate; }
 
 }  // namespace
 

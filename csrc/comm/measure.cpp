@@ -184,7 +184,7 @@ Bench::Result HostBench::measure(const RunContext& context, int bucket) {
   double elapsed_us = 0;
   if (delegate_ != nullptr) {
     // It connects at its first operation, which is no fair sample.
-    const Candidate stock{known_algorithm("delegate")};
+    const Candidate stock{AlgorithmName::kDelegate};
     if (trial.run(stock, Clock::now(), &elapsed_us)) racers.push_back(stock);
   }
   const Entry times = race(racers, kPace, [&](size_t i, Clock::time_point since, double* elapsed) {

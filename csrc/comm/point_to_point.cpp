@@ -139,7 +139,7 @@ void PointToPoint::report() {
       const std::chrono::duration<double, std::micro> elapsed =
           std::chrono::steady_clock::now() - post->start;
       host_.statistics->add(post->is_send ? DPT_SEND : DPT_RECV,
-                            "mailbox",
+                            AlgorithmName::kMailbox,
                             "through shared memory",
                             post->bytes(),
                             elapsed.count());

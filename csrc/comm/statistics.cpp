@@ -19,7 +19,7 @@ Registry& registry() {
 }  // namespace
 
 StatisticsRow* GroupStatistics::row_of(Collective collective,
-                                       const char* algorithm,
+                                       AlgorithmName algorithm,
                                        const char* reason) {
   std::lock_guard lock(mutex_);
   for (StatisticsRow& row : rows_) {

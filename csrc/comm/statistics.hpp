@@ -11,6 +11,7 @@
 
 #include "algorithms/arrivals.hpp"
 #include "algorithms/outline.hpp"
+#include "base/algorithm_name.hpp"
 #include "base/types.hpp"
 
 namespace dpt {
@@ -18,7 +19,7 @@ namespace dpt {
 struct StatisticsRow {
   std::string group;
   Collective collective;
-  std::string algorithm;
+  AlgorithmName algorithm;
   std::string reason;
   uint64_t calls = 0;
   uint64_t bytes = 0;
@@ -37,14 +38,14 @@ class GroupStatistics {
  public:
   explicit GroupStatistics(std::string group) : group_(std::move(group)) {}
   void add(Collective collective,
-           const char* algorithm,
+           AlgorithmName algorithm,
            const char* reason,
            size_t bytes,
            double time_us) {
     add(row_of(collective, algorithm, reason), bytes, time_us);
   }
   // The same in two steps; the row stays where it is.
-  StatisticsRow* row_of(Collective collective, const char* algorithm, const char* reason);
+  StatisticsRow* row_of(Collective collective, AlgorithmName algorithm, const char* reason);
   void add(StatisticsRow* row, size_t bytes, double time_us);
   std::vector<StatisticsRow> rows() const;
   void reset();

@@ -88,9 +88,7 @@ uint32_t describe(const dpt_request& request, const DevicePlan& plan) {
   mix(request.reduce_op);
   mix(static_cast<uint64_t>(request.root));
   mix(uneven ? ~uint64_t{0} : request.count);
-  for (const char* letter = plan.algorithm; *letter != '\0'; ++letter) {
-    mix(static_cast<uint64_t>(*letter));
-  }
+  mix(static_cast<uint64_t>(plan.algorithm));
   mix(plan.chunk_bytes);
   mix(static_cast<uint64_t>(plan.grid.channels) << 32 | static_cast<uint32_t>(plan.grid.threads));
   return hash;
@@ -153,10 +151,10 @@ class ConnectedDeviceGroup final : public DeviceGroup {
               cuda::Stream stream,
               const staged::StartHooks& hooks) override {
     // The others touch every rank's block.
-    DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == cuda::kTree);
+    DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == AlgorithmName::kTree);
     const cuda::DeviceScope scope(device_);
     last_stream_ = static_cast<cudaStream_t>(stream);
-    if (plan.algorithm == cuda::kCopyEngine) {
+    if (plan.algorithm == AlgorithmName::kCopyEngine) {
       return copies_->start(request, {plan.chunk_bytes, 0}, stream, {.failed = hooks.failed});
     }
     const size_t slot = group_.layout.slot_bytes;
@@ -216,11 +214,11 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     const double factor = request.reduce_op == DPT_PREMUL_SUM ? request.premul_factor : 1;
     const double average = request.reduce_op == DPT_AVG ? 1.0 / size : 1;
     const bool whole = request.collective == DPT_ALL_REDUCE;
-    const std::string_view algorithm = plan.algorithm;
-    if (whole && algorithm != "low_latency") {
+    const AlgorithmName algorithm = plan.algorithm;
+    if (whole && algorithm != AlgorithmName::kLowLatency) {
       if (takes_landings(output(request, 0), bytes)) launch.call.landings = ~0u;
       count_landings(launch);
-      if (plan.algorithm == cuda::kTree) {
+      if (plan.algorithm == AlgorithmName::kTree) {
         return cuda::tree_all_reduce(
             launch,
             {input(request, 0), output(request, 0), bytes, factor, average, trees_},
@@ -228,7 +226,7 @@ class ConnectedDeviceGroup final : public DeviceGroup {
             request.reduce_op);
       }
       auto* const start =
-          algorithm == "packet" ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
+          algorithm == AlgorithmName::kPacket ? cuda::packet_all_reduce : cuda::two_shot_all_reduce;
       return start(launch,
                    {input(request, 0), output(request, 0), bytes, factor, average},
                    request.dtype,
@@ -238,15 +236,15 @@ class ConnectedDeviceGroup final : public DeviceGroup {
     for (int rank = 0; rank < size; ++rank) {
       arguments.parts[rank] = input(request, whole ? 0 : rank);
     }
-    auto* const start = algorithm == "low_latency" ? cuda::low_latency_reduce
-                        : algorithm == "packet"    ? cuda::packet_reduce_scatter
-                                                   : cuda::push_reduce_scatter;
+    auto* const start = algorithm == AlgorithmName::kLowLatency ? cuda::low_latency_reduce
+                        : algorithm == AlgorithmName::kPacket   ? cuda::packet_reduce_scatter
+                                                                : cuda::push_reduce_scatter;
     start(launch, arguments, request.dtype, request.reduce_op);
   }
 
   void exchange(Launch& launch, const dpt_request& request, const DevicePlan& plan) const {
-    const std::string_view algorithm = plan.algorithm;
-    if (algorithm == "ring") return go_round(launch, request);
+    const AlgorithmName algorithm = plan.algorithm;
+    if (algorithm == AlgorithmName::kRing) return go_round(launch, request);
     ExchangeArguments arguments{};
     const int me = group_.rank;
     const size_t element = size_of(request.dtype);
@@ -288,9 +286,9 @@ class ConnectedDeviceGroup final : public DeviceGroup {
       }
     }
     count_landings(launch);
-    auto* const start = algorithm == "low_latency" ? cuda::low_latency_exchange
-                        : algorithm == "packet"    ? cuda::packet_exchange
-                                                   : cuda::push_exchange;
+    auto* const start = algorithm == AlgorithmName::kLowLatency ? cuda::low_latency_exchange
+                        : algorithm == AlgorithmName::kPacket   ? cuda::packet_exchange
+                                                                : cuda::push_exchange;
     start(launch, arguments);
   }
   void go_round(Launch& launch, const dpt_request& request) const {

@@ -81,7 +81,7 @@ class DeviceGroup {
   virtual cuda::Wiring wiring() const { return cuda::Wiring::kAlike; }
   // For a group without peer access: then the layout has no channels.
   virtual cuda::Staging staging() const { return {}; }
-  // The part of copy engines in a group that has kernels, if they can: see cuda::kCopyEngine.
+  // The part of copy engines in a group that has kernels, if they can (AlgorithmName::kCopyEngine).
   virtual cuda::Staging copies() const { return {}; }
   virtual size_t memory_bytes() const { return layout().block_bytes(); }
   // Starts `request` on `stream`, where its buffers are ready, and returns. `hooks`, of what goes

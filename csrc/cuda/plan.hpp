@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <string>
 
+#include "base/algorithm_name.hpp"
+
 namespace dpt {
 
 namespace cuda {
@@ -13,12 +15,6 @@ struct Grid {
   int channels;
   int threads;
 };
-
-// Copies from device to device without a multiprocessor, so beside whatever computes. One object
-// everywhere: names of algorithms compare by address.
-inline constexpr char kCopyEngine[] = "copy_engine";
-// An all_reduce along spanning trees, where links differ; one object as well.
-inline constexpr char kTree[] = "tree";
 
 // How a group without peer access is staged through the host's memory; the same on every rank.
 struct Staging {
@@ -32,7 +28,7 @@ struct Staging {
 }  // namespace cuda
 
 struct DevicePlan {
-  const char* algorithm = "delegate";
+  AlgorithmName algorithm = AlgorithmName::kDelegate;
   cuda::Grid grid{0, 0};   // of cpu_reduce: slots and workers of each rank; none: GPUs add
   size_t chunk_bytes = 0;  // what a slot of a queue carries at most; 0: all it holds
   std::string reason;

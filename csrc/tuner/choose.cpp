@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
 #include "tuner/choose_device.hpp"
 #include "tuner/choose_staged.hpp"
@@ -18,10 +17,10 @@ constexpr size_t kUsualChunk = 64 * kKiB;
 constexpr size_t kLargeChunk = 1 * kMiB;
 
 // The algorithm for messages that are cut into chunks.
-const char* chunked_algorithm(Collective collective) {
+AlgorithmName chunked_algorithm(Collective collective) {
   const bool reduces =
       collective == DPT_ALL_REDUCE || collective == DPT_REDUCE || collective == DPT_REDUCE_SCATTER;
-  return reduces ? "pipelined" : "exchange";
+  return reduces ? AlgorithmName::kPipelined : AlgorithmName::kExchange;
 }
 
 // Slots must stay in the L2 cache while all ranks touch them, but a step costs a barrier: dear
@@ -35,19 +34,21 @@ size_t usual_chunk(size_t bytes, bool oversubscribed) {
 constexpr size_t kNodeChunk = 512 * kKiB;
 
 Plan choose_between_nodes(const ChooseRequest& request) {
-  if (request.collective == DPT_BARRIER) return {"node_barrier", 0, "one meeting of the nodes"};
+  if (request.collective == DPT_BARRIER) {
+    return {AlgorithmName::kNodeBarrier, 0, "one meeting of the nodes"};
+  }
   if (is_small_between_nodes(request)) {
-    return {"node_one_shot", 0, "small: one exchange between the nodes' leaders"};
+    return {AlgorithmName::kNodeOneShot, 0, "small: one exchange between the nodes' leaders"};
   }
   if (request.fixed_chunk_bytes != 0) {
     const size_t chunk = std::min(request.fixed_chunk_bytes, request.max_chunk_bytes);
-    return {"hierarchical", chunk, "DEEPYTORCH_CHUNK_BYTES"};
+    return {AlgorithmName::kHierarchical, chunk, "DEEPYTORCH_CHUNK_BYTES"};
   }
-  if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
-    const Candidate& chosen = request.tuned->chosen;
+  if (request.tuned != nullptr && request.tuned->chosen) {
+    const Candidate& chosen = *request.tuned->chosen;
     return {chosen.algorithm, chosen.chunk_bytes, request.tuned->reason};
   }
-  return {"hierarchical",
+  return {AlgorithmName::kHierarchical,
           std::min(kNodeChunk, request.max_chunk_bytes),
           "shared memory within nodes, TCP between them"};
 }
@@ -77,23 +78,23 @@ bool is_native_collective(Collective collective) {
 }
 
 Plan choose(const ChooseRequest& request) {
-  if (!request.not_native.empty()) return {"delegate", 0, request.not_native};
-  if (request.size == 1) return {"local", 0, "a group of one rank"};
+  if (!request.not_native.empty()) return {AlgorithmName::kDelegate, 0, request.not_native};
+  if (request.size == 1) return {AlgorithmName::kLocal, 0, "a group of one rank"};
   if (request.nodes > 1) return choose_between_nodes(request);
-  if (request.collective == DPT_BARRIER) return {"barrier", 0, "one barrier"};
+  if (request.collective == DPT_BARRIER) return {AlgorithmName::kBarrier, 0, "one barrier"};
   const bool sums_everywhere =
       request.collective == DPT_ALL_REDUCE || request.collective == DPT_REDUCE;
   if (sums_everywhere &&
       request.bytes <= latency_bytes(request.collective, request.oversubscribed)) {
-    return {"one_shot", 0, "small: one barrier"};
+    return {AlgorithmName::kOneShot, 0, "small: one barrier"};
   }
-  const char* algorithm = chunked_algorithm(request.collective);
+  const AlgorithmName algorithm = chunked_algorithm(request.collective);
   if (request.fixed_chunk_bytes != 0) {
     const size_t chunk = std::min(request.fixed_chunk_bytes, request.max_chunk_bytes);
     return {algorithm, chunk, "DEEPYTORCH_CHUNK_BYTES"};
   }
-  if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
-    const Candidate& chosen = request.tuned->chosen;
+  if (request.tuned != nullptr && request.tuned->chosen) {
+    const Candidate& chosen = *request.tuned->chosen;
     return {chosen.algorithm, chosen.chunk_bytes, request.tuned->reason};
   }
   return {algorithm,
@@ -106,12 +107,14 @@ std::vector<Candidate> candidates(const ChooseRequest& request) {
   if (request.nodes > 1) {
     // One trial takes long where the network is slow, so few are made.
     const size_t rule = std::min(kNodeChunk, most);
-    std::vector<Candidate> found = {{"hierarchical", rule}};
+    std::vector<Candidate> found = {{AlgorithmName::kHierarchical, rule}};
     const size_t other = request.bytes < 2 * kMiB ? 128 * kKiB : kLargeChunk;
-    if (other < rule || (other > rule && other <= most)) found.push_back({"hierarchical", other});
+    if (other < rule || (other > rule && other <= most)) {
+      found.push_back({AlgorithmName::kHierarchical, other});
+    }
     return found;
   }
-  const char* algorithm = chunked_algorithm(request.collective);
+  const AlgorithmName algorithm = chunked_algorithm(request.collective);
   const size_t rule = std::min(usual_chunk(request.bytes, request.oversubscribed), most);
   std::vector<Candidate> found = {{algorithm, rule}};
   const size_t largest = std::min({request.bytes, kLargeChunk, most});
@@ -124,8 +127,9 @@ std::vector<Candidate> candidates(const ChooseRequest& request) {
 
 bool could_be_candidate(const Candidate& candidate, Collective collective, int nodes) {
   if (is_delegate(candidate)) return true;
-  const char* own = nodes > 1 ? "hierarchical" : chunked_algorithm(collective);
-  return std::strcmp(candidate.algorithm, own) == 0 && candidate.chunk_bytes >= kLeastChunk;
+  const AlgorithmName own =
+      nodes > 1 ? AlgorithmName::kHierarchical : chunked_algorithm(collective);
+  return candidate.algorithm == own && candidate.chunk_bytes >= kLeastChunk;
 }
 
 Decision decide(const Entry& entry, const Limits& limits, const std::string& found) {
@@ -133,11 +137,8 @@ Decision decide(const Entry& entry, const Limits& limits, const std::string& fou
   if (best == nullptr) return {};
   Decision decision{best->candidate, "", "", entry};
   const Candidate& chosen = best->candidate;
-  // On the host that name is a native algorithm's.
-  const bool in_stages =
-      limits.on_device && std::any_of(entry.begin(), entry.end(), [](auto& each) {
-        return is_in_stages(each.candidate);
-      });
+  const bool in_stages = std::any_of(
+      entry.begin(), entry.end(), [](auto& each) { return is_in_stages(each.candidate); });
   if (is_delegate(chosen) && in_stages) {
     decision.reason = "stages are not clearly faster, " + found;
   } else if (is_delegate(chosen)) {
@@ -145,9 +146,9 @@ Decision decide(const Entry& entry, const Limits& limits, const std::string& fou
         (limits.on_device ? "native is not clearly faster, " : "faster than native, ") + found;
   } else if (in_stages) {
     decision.reason = "fastest " + found + ", within nodes and between them";
-  } else if (std::strcmp(chosen.algorithm, kCpuReduce) == 0) {
+  } else if (chosen.algorithm == AlgorithmName::kCpuReduce) {
     decision.reason = "fastest " + found + ", " + describe_staged(chosen);
-  } else if (chosen.algorithm == cuda::kCopyEngine) {
+  } else if (chosen.algorithm == AlgorithmName::kCopyEngine) {
     decision.reason =
         "fastest " + found + ", no multiprocessor, chunks of " + describe_bytes(chosen.chunk_bytes);
   } else if (limits.on_device) {

@@ -1,6 +1,7 @@
 // The choice of a plan: a pure function of facts that are the same on every rank.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,10 +13,10 @@ namespace dpt {
 
 // The tuner settled on this for a range of sizes; frozen once a group has it.
 struct Decision {
-  Candidate chosen{nullptr};  // no algorithm: the rule of thumb
-  std::string reason;         // what the plan says; empty with the rule of thumb
-  std::string source;         // "measured now", "profile <path>", ...: for reports
-  Entry times;                // of all candidates; empty: none were measured
+  std::optional<Candidate> chosen;  // nothing: the rule of thumb
+  std::string reason;               // what the plan says; empty with the rule of thumb
+  std::string source;               // "measured now", "profile <path>", ...: for reports
+  Entry times;                      // of all candidates; empty: none were measured
 };
 
 struct ChooseRequest {

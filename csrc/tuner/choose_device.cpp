@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "tuner/choose_staged.hpp"
@@ -105,42 +104,42 @@ bool fits_in_packets(const ChooseDeviceRequest& request, const cuda::Grid& grid)
 
 // One way to carry out collectives on the device, and what is worth trying of it.
 struct Algorithm {
-  const char* name;
+  AlgorithmName name;
   bool (*serves)(const ChooseDeviceRequest& request, const cuda::Grid& grid);
   cuda::Grid (*grid)(const ChooseDeviceRequest& request);  // the usual one
   size_t chunks[3];  // the first of them, and each other that is not 0
 };
 // One line for each.
 constexpr Algorithm kAlgorithms[] = {
-    {"low_latency", fits_in_lines, grid_in_lines, {}},
-    {"packet", fits_in_packets, grid_in_packets, {}},
-    {"two_shot",
+    {AlgorithmName::kLowLatency, fits_in_lines, grid_in_lines, {}},
+    {AlgorithmName::kPacket, fits_in_packets, grid_in_packets, {}},
+    {AlgorithmName::kTwoShot,
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
      },
      full_grid,
      {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
-    {cuda::kTree,
+    {AlgorithmName::kTree,
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return is_whole(request) && request.large && request.wiring != cuda::Wiring::kAlike &&
               grid.threads == cuda::kMostThreads;
      },
      full_grid,
      {kUsualChunk, kUsualChunk * 2}},
-    {"push",
+    {AlgorithmName::kPush,
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return !is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
      },
      full_grid,
      {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
-    {cuda::kCopyEngine,
+    {AlgorithmName::kCopyEngine,
      [](const ChooseDeviceRequest& request, const cuda::Grid&) {
        return goes_to_all(request) && request.even && request.copies.slot_bytes != 0 &&
               request.bytes >= kLeastCopied;
      },
      [](const ChooseDeviceRequest&) { return cuda::Grid{0, 0}; },  // no kernel
      {4 << 20, 1 << 20}},
-    {"ring",
+    {AlgorithmName::kRing,
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return goes_to_all(request) && request.even && request.layout.size > 2 &&
               grid.threads == cuda::kMostThreads;
@@ -161,26 +160,29 @@ constexpr double kFarBehind = 1.1;
 constexpr double kFarBehindStaged = 2;
 
 bool is_same(const Candidate& a, const Candidate& b) {
-  return std::strcmp(a.algorithm, b.algorithm) == 0 && a.chunk_bytes == b.chunk_bytes &&
-         a.channels == b.channels && a.threads == b.threads && a.delegated == b.delegated;
+  return a.algorithm == b.algorithm && a.chunk_bytes == b.chunk_bytes && a.channels == b.channels &&
+         a.threads == b.threads && a.delegated == b.delegated;
 }
 
 // All others touch every rank's memory.
 bool can_serve(const Algorithm& algorithm,
                const ChooseDeviceRequest& request,
                const cuda::Grid& grid) {
-  const bool reaches = request.wiring != cuda::Wiring::kPartial || algorithm.name == cuda::kTree;
+  const bool reaches =
+      request.wiring != cuda::Wiring::kPartial || algorithm.name == AlgorithmName::kTree;
   return reaches && algorithm.serves(request, grid);
 }
 
-const Algorithm* find(const char* name) {
+const Algorithm* find(AlgorithmName name) {
   for (const Algorithm& algorithm : kAlgorithms) {
-    if (std::strcmp(algorithm.name, name) == 0) return &algorithm;
+    if (algorithm.name == name) return &algorithm;
   }
   return nullptr;
 }
 
-DevicePlan delegated(std::string reason) { return {"delegate", {0, 0}, 0, std::move(reason)}; }
+DevicePlan delegated(std::string reason) {
+  return {AlgorithmName::kDelegate, {0, 0}, 0, std::move(reason)};
+}
 
 DevicePlan delegated_in_stages(const ChooseDeviceRequest& request, std::string reason) {
   if (request.nodes == 1 || !request.even ||
@@ -189,18 +191,18 @@ DevicePlan delegated_in_stages(const ChooseDeviceRequest& request, std::string r
   }
   if (!request.delegate) {
     const bool exchanges = request.collective == DPT_ALL_TO_ALL;
-    return {kInStages,
+    return {AlgorithmName::kInStages,
             {0, 0},
             0,
             exchanges ? "fewer messages between nodes than in one piece"
                       : "fewer bytes between nodes than in one ring"};
   }
   // Against a delegate that competes its stages have to be measured.
-  const bool known = request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr;
-  if (known && is_in_stages(request.tuned->chosen)) {
-    return {kInStages, {0, 0}, 0, request.tuned->reason};
+  const bool known = request.tuned != nullptr && request.tuned->chosen;
+  if (known && is_in_stages(*request.tuned->chosen)) {
+    return {AlgorithmName::kInStages, {0, 0}, 0, request.tuned->reason};
   }
-  const bool lost = known && is_delegate(request.tuned->chosen);
+  const bool lost = known && is_delegate(*request.tuned->chosen);
   return delegated(lost ? request.tuned->reason : std::move(reason));
 }
 
@@ -212,7 +214,7 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
     std::string reason = why_not_wired(request.wiring, request.collective, request.large);
     if (!reason.empty()) return delegated(std::move(reason));
     if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
-    return {cuda::kTree,
+    return {AlgorithmName::kTree,
             full_grid(request),
             usual_chunk(request),
             "along trees, since not all GPUs reach each other's memory"};
@@ -220,12 +222,13 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   const cuda::Grid in_lines = grid_in_lines(request);
   if (native && request.bytes <= (whole ? kLinesWhole : kLinesPart) &&
       fits_in_lines(request, in_lines)) {
-    return {"low_latency", in_lines, 0, "small: data and flags in one trip"};
+    return {AlgorithmName::kLowLatency, in_lines, 0, "small: data and flags in one trip"};
   }
   // Ranks must not go by sizes that only they know.
   if (!request.even) {
     if (request.delegate) return delegated("parts of different sizes are not measured");
-    return {"push", full_grid(request), usual_chunk(request), "parts of different sizes"};
+    return {
+        AlgorithmName::kPush, full_grid(request), usual_chunk(request), "parts of different sizes"};
   }
   if (!request.large) {
     return delegated("GPU kernels reduce this type and operation in small messages only");
@@ -233,14 +236,14 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   if (!native) return delegated("GPU kernels are not known to be faster at this size");
   const cuda::Grid in_packets = grid_in_packets(request);
   if (fits_in_packets(request, in_packets)) {
-    return {"packet", in_packets, 0, "data with its own arrival, in packets"};
+    return {AlgorithmName::kPacket, in_packets, 0, "data with its own arrival, in packets"};
   }
   if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
-  return whole ? DevicePlan{"two_shot",
+  return whole ? DevicePlan{AlgorithmName::kTwoShot,
                             full_grid(request),
                             usual_chunk(request),
                             "reduce_scatter and all_gather in one kernel"}
-               : DevicePlan{"push",
+               : DevicePlan{AlgorithmName::kPush,
                             full_grid(request),
                             usual_chunk(request),
                             "pushed into the peers' memory in chunks"};
@@ -250,7 +253,7 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
 bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
   const Algorithm* algorithm = find(candidate.algorithm);
   const auto within = [](int number, int most) { return 0 < number && number <= most; };
-  const bool is_kernel = candidate.algorithm != cuda::kCopyEngine;
+  const bool is_kernel = candidate.algorithm != AlgorithmName::kCopyEngine;
   const bool has_room = within(candidate.channels, request.layout.channels) &&
                         within(candidate.threads, cuda::kMostThreads);
   return algorithm != nullptr && has_room == is_kernel &&
@@ -258,7 +261,7 @@ bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
 }
 
 bool can_be_replayed(const Candidate& candidate) {
-  return candidate.algorithm != cuda::kCopyEngine;
+  return candidate.algorithm != AlgorithmName::kCopyEngine;
 }
 
 }  // namespace
@@ -282,18 +285,18 @@ bool goes_by_nodes(Collective collective, size_t bytes, int ranks) {
 }
 
 bool is_in_stages(const Candidate& candidate) {
-  return std::strcmp(candidate.algorithm, kInStages) == 0;
+  return candidate.algorithm == AlgorithmName::kInStages;
 }
 
 DevicePlan choose_device(const ChooseDeviceRequest& request) {
   if (!request.not_native.empty()) return delegated_in_stages(request, request.not_native);
   if (request.staging.slot_bytes != 0) {
     DevicePlan plan = choose_staged(request);
-    const bool is_native = plan.algorithm == kCpuReduce;
+    const bool is_native = plan.algorithm == AlgorithmName::kCpuReduce;
     return is_native ? plan : delegated_in_stages(request, std::move(plan.reason));
   }
-  if (request.even && request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
-    if (is_delegate(request.tuned->chosen)) return delegated(request.tuned->reason);
+  if (request.even && request.tuned != nullptr && request.tuned->chosen) {
+    if (is_delegate(*request.tuned->chosen)) return delegated(request.tuned->reason);
     // A size may be too large for what is fastest in the middle of its range, or of the range
     // before.
     const Candidate chosen = best_of(*request.tuned, [&](const Candidate& each) {
@@ -313,7 +316,7 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
   const DevicePlan rule = rule_of_thumb(native);
   const cuda::Grid first = beside_compute(request, rule.grid);
   std::vector<Candidate> found = {
-      {known_device_algorithm(rule.algorithm), rule.chunk_bytes, first.channels, first.threads}};
+      {rule.algorithm, rule.chunk_bytes, first.channels, first.threads}};
   const auto add = [&](const Algorithm& algorithm, const cuda::Grid& grid, size_t chunk) {
     const bool is_rule = algorithm.name == found[0].algorithm && chunk == found[0].chunk_bytes &&
                          grid.channels == found[0].channels && grid.threads == found[0].threads;
@@ -326,7 +329,7 @@ std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request) {
     add(algorithm, usual, algorithm.chunks[0]);
     for (const size_t chunk : algorithm.chunks) {
       if (chunk == 0 || chunk == algorithm.chunks[0]) continue;
-      const bool copies = algorithm.name == cuda::kCopyEngine;
+      const bool copies = algorithm.name == AlgorithmName::kCopyEngine;
       if (!copies || request.bytes <= kMostCopies * chunk) add(algorithm, usual, chunk);
     }
     for (const int channels : kFewerChannels) {
@@ -350,11 +353,11 @@ std::vector<Candidate> without_slow_variants(const std::vector<Candidate>& candi
   for (const Candidate& candidate : candidates) {
     double best_us = std::numeric_limits<double>::infinity();
     for (const Candidate& each : candidates) {
-      if (std::strcmp(each.algorithm, candidate.algorithm) == 0) {
+      if (each.algorithm == candidate.algorithm) {
         best_us = std::min(best_us, time_of(each));
       }
     }
-    const bool staged = std::strcmp(candidate.algorithm, kCpuReduce) == 0;
+    const bool staged = candidate.algorithm == AlgorithmName::kCpuReduce;
     const double time_us = time_of(candidate);
     const bool slow =
         std::isfinite(time_us) && time_us > (staged ? kFarBehindStaged : kFarBehind) * best_us;
@@ -365,14 +368,14 @@ std::vector<Candidate> without_slow_variants(const std::vector<Candidate>& candi
 
 Candidate best_of(const Decision& decision,
                   const std::function<bool(const Candidate& candidate)>& serves) {
-  if (serves(decision.chosen)) return decision.chosen;
+  if (decision.chosen && serves(*decision.chosen)) return *decision.chosen;
   Entry left;
   for (const Measurement& each : decision.times) {
     if (serves(each.candidate)) left.push_back(each);
   }
   const Measurement* const best =
       winner(left, {.max_chunk_bytes = ~size_t{0}, .delegate = true, .on_device = true});
-  return best != nullptr ? best->candidate : Candidate{known_algorithm("delegate")};
+  return best != nullptr ? best->candidate : Candidate{AlgorithmName::kDelegate};
 }
 
 DevicePlan to_device_plan(const Candidate& candidate, std::string reason) {
@@ -381,12 +384,6 @@ DevicePlan to_device_plan(const Candidate& candidate, std::string reason) {
           candidate.chunk_bytes,
           std::move(reason),
           candidate.delegated};
-}
-
-const char* known_device_algorithm(const char* name) {
-  if (std::strcmp(name, kCpuReduce) == 0) return kCpuReduce;
-  const Algorithm* algorithm = find(name);
-  return algorithm != nullptr ? algorithm->name : nullptr;
 }
 
 }  // namespace dpt

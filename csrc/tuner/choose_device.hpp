@@ -49,8 +49,7 @@ bool goes_by_nodes(Collective collective, size_t bytes, int ranks);
 // From so many bytes in all fewer bytes between nodes count for more than the stages' latency.
 inline constexpr size_t kStagedBytes = 4 << 20;
 
-// On the device the delegate in stages is a candidate of this name, beside the delegate itself.
-inline constexpr char kInStages[] = "hierarchical";
+// On the device the delegate in stages is a candidate beside the delegate itself.
 bool is_in_stages(const Candidate& candidate);
 
 DevicePlan choose_device(const ChooseDeviceRequest& request);
@@ -71,8 +70,5 @@ Candidate best_of(const Decision& decision,
                   const std::function<bool(const Candidate& candidate)>& serves);
 
 DevicePlan to_device_plan(const Candidate& candidate, std::string reason);
-
-// As known_algorithm, of algorithms on the device.
-const char* known_device_algorithm(const char* name);
 
 }  // namespace dpt

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
 namespace dpt {
 namespace {
@@ -50,7 +49,7 @@ bool can_divide(const ChooseDeviceRequest& request) {
 bool is_undivided(const Candidate& candidate) { return candidate.delegated == 0; }
 
 bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
-  return std::strcmp(candidate.algorithm, kCpuReduce) == 0 && candidate.chunk_bytes > 0 &&
+  return candidate.algorithm == AlgorithmName::kCpuReduce && candidate.chunk_bytes > 0 &&
          candidate.threads >= (request.devices_add ? 0 : 1) &&
          candidate.threads <= request.staging.threads;
 }
@@ -64,20 +63,25 @@ bool can_be_divided(Collective collective, DataType dtype, ReduceOp op) {
 
 DevicePlan choose_staged(const ChooseDeviceRequest& request) {
   const int depth = request.staging.depth;
-  if (request.tuned != nullptr && request.tuned->chosen.algorithm != nullptr) {
+  if (request.tuned != nullptr && request.tuned->chosen) {
     const Candidate chosen =
-        can_divide(request) ? request.tuned->chosen : best_of(*request.tuned, is_undivided);
-    if (is_delegate(chosen)) return {"delegate", {0, 0}, 0, request.tuned->reason};
+        can_divide(request) ? *request.tuned->chosen : best_of(*request.tuned, is_undivided);
+    if (is_delegate(chosen)) return {AlgorithmName::kDelegate, {0, 0}, 0, request.tuned->reason};
     if (serves(chosen, request)) {
       // A later group may have smaller slots.
       const size_t chunk = std::min(chosen.chunk_bytes, request.staging.slot_bytes);
-      return {kCpuReduce, {depth, chosen.threads}, chunk, request.tuned->reason, chosen.delegated};
+      return {AlgorithmName::kCpuReduce,
+              {depth, chosen.threads},
+              chunk,
+              request.tuned->reason,
+              chosen.delegated};
     }
   }
   if (request.delegate) {
-    return {"delegate", {0, 0}, 0, "CPU-Reduce is not known to be faster at this size"};
+    return {
+        AlgorithmName::kDelegate, {0, 0}, 0, "CPU-Reduce is not known to be faster at this size"};
   }
-  return {kCpuReduce,
+  return {AlgorithmName::kCpuReduce,
           {depth, usual_threads(request)},
           usual_chunk(request),
           request.staging.nodes > 1 ? "through the hosts' memory to the network and back"
@@ -88,7 +92,8 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
   const size_t usual = usual_chunk(request);
   std::vector<Candidate> found;
   const auto add = [&](size_t chunk, int threads, int delegated = 0) {
-    const Candidate candidate{kCpuReduce, chunk, request.staging.depth, threads, delegated};
+    const Candidate candidate{
+        AlgorithmName::kCpuReduce, chunk, request.staging.depth, threads, delegated};
     const bool known = std::any_of(found.begin(), found.end(), [&](const Candidate& each) {
       return each.chunk_bytes == chunk && each.threads == threads && each.delegated == delegated;
     });

@@ -9,9 +9,6 @@
 
 namespace dpt {
 
-// One object everywhere: names of algorithms compare by address.
-inline constexpr char kCpuReduce[] = "cpu_reduce";
-
 // Whether the delegate can carry out a part of such an operation while CPU-Reduce does the rest:
 // the ring through the host's memory leaves much of a GPU's link idle.
 bool can_be_divided(Collective collective, DataType dtype, ReduceOp op);

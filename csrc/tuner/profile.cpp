@@ -92,10 +92,10 @@ std::optional<int> bucket_at(int64_t nominal) {
   return std::nullopt;
 }
 
-Measurement parse_time(const Value& time, const std::string& path) {
+Measurement parse_time(const Value& time, bool on_device, const std::string& path) {
   const auto& name = get<std::string>(time, "algorithm", path);
-  const char* algorithm = known_algorithm(name.c_str());
-  if (algorithm == nullptr) fail(path + ".algorithm: there is no algorithm " + name);
+  const auto algorithm = known_algorithm(name, on_device);
+  if (!algorithm) fail(path + ".algorithm: there is no algorithm " + name);
   const int64_t chunk = get<int64_t>(time, "chunk_bytes", path);
   if (chunk < 0 || chunk % kCacheLine != 0) {
     fail(path + ".chunk_bytes is " + std::to_string(chunk) + ", not a multiple of " +
@@ -108,7 +108,7 @@ Measurement parse_time(const Value& time, const std::string& path) {
   const auto& spread = get<Array>(time, "spread_us", path);
   if (spread.size() != 2) fail(path + ".spread_us needs two numbers");
   const double median = to_number(field(time, "median_us", path), path + ".median_us");
-  return {{algorithm,
+  return {{*algorithm,
            static_cast<size_t>(chunk),
            get_count(time, "channels", path),
            get_count(time, "threads", path),
@@ -118,17 +118,22 @@ Measurement parse_time(const Value& time, const std::string& path) {
           to_number(spread[1], path + ".spread_us[1]")};
 }
 
-Entry parse_times(const Value& row, const std::string& path) {
+Entry parse_times(const Value& row, bool on_device, const std::string& path) {
   Entry entry;
   const auto& times = get<Array>(row, "times", path);
   for (size_t i = 0; i < times.size(); ++i) {
-    entry.push_back(parse_time(times[i], at(path, "times", i)));
+    entry.push_back(parse_time(times[i], on_device, at(path, "times", i)));
   }
   return entry;
 }
 
+bool is_on_device(const Value& group, const std::string& path) {
+  return has(group, "on_device") && get<bool>(group, "on_device", path);
+}
+
 TimingTable parse_table(const Value& group, const std::string& path) {
   TimingTable table;
+  const bool on_device = is_on_device(group, path);
   const auto& rows = get<Array>(group, "measured", path);
   for (size_t i = 0; i < rows.size(); ++i) {
     const std::string where = at(path, "measured", i);
@@ -136,7 +141,7 @@ TimingTable parse_table(const Value& group, const std::string& path) {
     if (!collective) fail(where + ".collective is no collective");
     const auto bucket = bucket_at(get<int64_t>(rows[i], "bytes", where));
     if (!bucket) fail(where + ".bytes is no size that is measured");
-    table.at(*collective, *bucket) = parse_times(rows[i], where);
+    table.at(*collective, *bucket) = parse_times(rows[i], on_device, where);
   }
   return table;
 }
@@ -151,7 +156,7 @@ Array dump_table(const TimingTable& table) {
       Array times;
       for (const Measurement& measurement : entry) {
         const Candidate& candidate = measurement.candidate;
-        Object time = {{"algorithm", {std::string(candidate.algorithm)}},
+        Object time = {{"algorithm", {std::string(name_of(candidate.algorithm))}},
                        {"chunk_bytes", {static_cast<int64_t>(candidate.chunk_bytes)}}};
         if (candidate.channels != 0) {
           time.push_back({"channels", {static_cast<int64_t>(candidate.channels)}});
@@ -171,10 +176,6 @@ Array dump_table(const TimingTable& table) {
     }
   }
   return rows;
-}
-
-bool is_on_device(const Value& group, const std::string& path) {
-  return has(group, "on_device") && get<bool>(group, "on_device", path);
 }
 
 bool describes(const Value& group, const ProfileKey& key, const std::string& path) {

@@ -3,10 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
-
-#include "tuner/choose_device.hpp"
 
 namespace dpt {
 namespace {
@@ -23,8 +20,6 @@ constexpr size_t kMostBetweenGpus = 16 << 20;  // the same of one buffer on the 
 constexpr double kEqual = 1.03;
 constexpr double kBeyondNoise = 1.1;
 constexpr double kClearlyFaster = 1.03;  // on the device, where times are steadier
-
-constexpr const char* kDelegate = "delegate";
 
 size_t nominal_of(int bucket) { return kFirstNominal << 2 * bucket; }
 
@@ -88,15 +83,24 @@ int num_buffers(Collective collective, int ranks) {
   }
 }
 
-const char* known_algorithm(const char* name) {
-  for (const char* known : {"one_shot", "pipelined", "exchange", "hierarchical", kDelegate}) {
-    if (std::strcmp(name, known) == 0) return known;
+std::optional<AlgorithmName> known_algorithm(std::string_view name, bool on_device) {
+  const auto algorithm = algorithm_named(name, on_device);
+  if (!algorithm) return std::nullopt;
+  switch (*algorithm) {
+    // Nothing competes with these.
+    case AlgorithmName::kLocal:
+    case AlgorithmName::kBarrier:
+    case AlgorithmName::kMailbox:
+    case AlgorithmName::kNodeBarrier:
+    case AlgorithmName::kNodeOneShot:
+      return std::nullopt;
+    default:
+      return algorithm;
   }
-  return known_device_algorithm(name);
 }
 
 bool is_delegate(const Candidate& candidate) {
-  return std::strcmp(candidate.algorithm, kDelegate) == 0;
+  return candidate.algorithm == AlgorithmName::kDelegate;
 }
 
 Measurement summarize(const Candidate& candidate, std::vector<double> times_us) {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/algorithm_name.hpp"
 #include "base/types.hpp"
 
 namespace dpt {
@@ -56,16 +57,15 @@ SizeRange served_by(Collective collective, int bucket, const TuningClass& group)
 int num_buffers(Collective collective, int ranks);
 
 struct Candidate {
-  const char* algorithm;  // from known_algorithm
+  AlgorithmName algorithm;
   size_t chunk_bytes = 0;
   int channels = 0;  // the grid of a kernel on the device; 0 on the host
   int threads = 0;
   int delegated = 0;  // percent of the message that the delegate carries out at the same time
 };
 
-// The table's own copy of an algorithm's name, so that names compare and outlive their source;
-// nullptr for a name it doesn't know.
-const char* known_algorithm(const char* name);
+// The algorithm of that public name, if measurements can be of it; see algorithm_named.
+std::optional<AlgorithmName> known_algorithm(std::string_view name, bool on_device);
 bool is_delegate(const Candidate& candidate);
 
 // Over the timed rounds; each round's time is that of the slowest rank.

@@ -45,7 +45,7 @@ class FakeGroup final : public DeviceGroup {
               const DevicePlan& plan,
               cuda::Stream,
               const staged::StartHooks&) override {
-    DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == cuda::kTree);
+    DPT_CHECK(wiring_ != cuda::Wiring::kPartial || plan.algorithm == AlgorithmName::kTree);
     meeting_->inputs[rank_] = request.inputs[0];
     meeting_->all.arrive_and_wait();
     std::vector<float> sum;

@@ -42,7 +42,7 @@ class CpuReduce : public ::testing::Test {
     };
   }
 
-  static std::string reason_of(const std::string& algorithm) {
+  static std::string reason_of(AlgorithmName algorithm) {
     for (const StatisticsRow& row : all_statistics()) {
       if (row.algorithm == algorithm) return row.reason;
     }

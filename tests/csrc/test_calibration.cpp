@@ -152,7 +152,7 @@ TEST_F(Calibration, ChoosesTheDelegateWhereItIsFaster) {
               EXPECT_EQ(sum_ones(rank, 10), DPT_COMPLETED);
             },
             {.group = "outpaced", .tune = DPT_TUNE_AUTO, .execute = do_nothing});
-  EXPECT_TRUE(is_delegate(decision(2).decision.chosen));
+  EXPECT_TRUE(is_delegate(*decision(2).decision.chosen));
   bool counted = false;
   for (const StatisticsRow& row : all_statistics()) {
     counted |= row.group == "outpaced" && row.reason == "faster than native, measured";
@@ -165,7 +165,7 @@ TEST_F(Calibration, KeepsNativeWhereTheDelegateIsSlower) {
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = take_long});
   const Decision chosen = decision(2).decision;
-  EXPECT_STREQ(chosen.chosen.algorithm, "pipelined");
+  EXPECT_EQ(chosen.chosen->algorithm, AlgorithmName::kPipelined);
   EXPECT_TRUE(is_delegate(chosen.times.back().candidate));
 }
 
@@ -283,7 +283,7 @@ TEST_F(Calibration, KeepsTimesInTheProfile) {
   run_ranks(2, [](Rank& rank) { sum_ones(rank); }, {.tune = DPT_TUNE_AUTO, .profile = profile_});
   const Decision loaded = decision(2).decision;
   EXPECT_EQ(loaded.source, "profile " + profile_);
-  EXPECT_EQ(loaded.chosen.chunk_bytes, measured.chosen.chunk_bytes);
+  EXPECT_EQ(loaded.chosen->chunk_bytes, measured.chosen->chunk_bytes);
   EXPECT_THAT(loaded.reason, StartsWith("fastest in the profile"));
   Decisions::instance().reset();
   run_ranks(2, [](Rank& rank) { sum_ones(rank); }, {.tune = DPT_TUNE_FORCE, .profile = profile_});

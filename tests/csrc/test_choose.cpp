@@ -29,7 +29,7 @@ TEST(Choose, NamesAnAlgorithmThatExists) {
                                   .bytes = bytes,
                                   .size = size,
                                   .max_chunk_bytes = Segment::kMaxChunkBytes});
-        EXPECT_NE(find_algorithm(plan.algorithm, collective), nullptr) << plan.algorithm;
+        EXPECT_NE(find_algorithm(plan.algorithm, collective), nullptr) << name_of(plan.algorithm);
         EXPECT_LE(plan.chunk_bytes, Segment::kMaxChunkBytes);
         EXPECT_FALSE(plan.reason.empty());
       }
@@ -42,14 +42,14 @@ TEST(Choose, GivesTheSameAnswerTwice) {
   const Plan first = choose(request);
   choose({.collective = DPT_BROADCAST, .bytes = 1, .size = 2});
   const Plan second = choose(request);
-  EXPECT_STREQ(first.algorithm, second.algorithm);
+  EXPECT_EQ(first.algorithm, second.algorithm);
   EXPECT_EQ(first.chunk_bytes, second.chunk_bytes);
 }
 
 TEST(Choose, DelegatesWithTheReasonGiven) {
   const Plan plan = choose(
       {.collective = DPT_ALL_REDUCE, .bytes = 8, .size = 2, .not_native = "tensors on cuda"});
-  EXPECT_STREQ(plan.algorithm, "delegate");
+  EXPECT_EQ(plan.algorithm, AlgorithmName::kDelegate);
   EXPECT_EQ(plan.reason, "tensors on cuda");
   for (const Collective collective : {DPT_SEND, DPT_RECV}) {
     EXPECT_FALSE(is_native_collective(collective));
@@ -73,19 +73,20 @@ TEST(Choose, CutsLongMessagesIntoLongerChunks) {
 }
 
 TEST(Choose, FollowsTheTunerButNotForSmallMessages) {
-  const Decision tuned{.chosen = {known_algorithm("pipelined"), 4096}, .reason = "for the test"};
+  const Decision tuned{.chosen = Candidate{AlgorithmName::kPipelined, 4096},
+                       .reason = "for the test"};
   ChooseRequest request{.collective = DPT_ALL_REDUCE, .bytes = 1 << 20, .size = 2, .tuned = &tuned};
   EXPECT_EQ(choose(request).chunk_bytes, 4096);
   EXPECT_EQ(choose(request).reason, "for the test");
   request.bytes = kLatencyBytes;
-  EXPECT_STREQ(choose(request).algorithm, "one_shot");
+  EXPECT_EQ(choose(request).algorithm, AlgorithmName::kOneShot);
   request.bytes = 64 << 10;
-  EXPECT_STREQ(choose(request).algorithm, "pipelined");
+  EXPECT_EQ(choose(request).algorithm, AlgorithmName::kPipelined);
   request.oversubscribed = true;
-  EXPECT_STREQ(choose(request).algorithm, "one_shot");
+  EXPECT_EQ(choose(request).algorithm, AlgorithmName::kOneShot);
   request.bytes = 1 << 20;
   request.not_native = "tensors on cuda";
-  EXPECT_STREQ(choose(request).algorithm, "delegate");
+  EXPECT_EQ(choose(request).algorithm, AlgorithmName::kDelegate);
 }
 
 TEST(Choose, ADecisionWithoutTimesIsTheRuleOfThumb) {
@@ -93,7 +94,7 @@ TEST(Choose, ADecisionWithoutTimesIsTheRuleOfThumb) {
   ChooseRequest request{.collective = DPT_BROADCAST, .bytes = 1 << 20, .size = 2};
   const Plan rule = choose(request);
   request.tuned = &open;
-  EXPECT_STREQ(choose(request).algorithm, rule.algorithm);
+  EXPECT_EQ(choose(request).algorithm, rule.algorithm);
   EXPECT_EQ(choose(request).chunk_bytes, rule.chunk_bytes);
 }
 
@@ -125,7 +126,8 @@ TEST(Candidates, AreFewAndBeginWithTheRuleOfThumb) {
 
 TEST(Choose, KeepsOneRankAtHome) {
   for (const Collective collective : kNative) {
-    EXPECT_STREQ(choose({.collective = collective, .bytes = 8, .size = 1}).algorithm, "local");
+    EXPECT_EQ(choose({.collective = collective, .bytes = 8, .size = 1}).algorithm,
+              AlgorithmName::kLocal);
   }
 }
 

@@ -17,7 +17,7 @@ TEST(ChooseDevice, SmallMessagesTravelInLines) {
        {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL, DPT_BROADCAST}) {
     const DevicePlan plan = choose_device(
         {.collective = collective, .bytes = 8192, .layout = kLayout, .not_native = ""});
-    EXPECT_STREQ(plan.algorithm, "low_latency");
+    EXPECT_EQ(plan.algorithm, AlgorithmName::kLowLatency);
     EXPECT_EQ(plan.grid.channels, 8);
     EXPECT_EQ(plan.grid.threads, 128);
   }
@@ -28,20 +28,19 @@ TEST(ChooseDevice, MiddleSizesTravelInPackets) {
        {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL}) {
     const DevicePlan plan = choose_device(
         {.collective = collective, .bytes = 512 << 10, .layout = kLayout, .not_native = ""});
-    EXPECT_STREQ(plan.algorithm, "packet");
+    EXPECT_EQ(plan.algorithm, AlgorithmName::kPacket);
   }
 }
 
 TEST(ChooseDevice, LargeOnesArePushed) {
   const size_t large = 64 << 20;
-  EXPECT_STREQ(
-      choose_device(
-          {.collective = DPT_ALL_REDUCE, .bytes = large, .layout = kLayout, .not_native = ""})
-          .algorithm,
-      "two_shot");
+  EXPECT_EQ(choose_device(
+                {.collective = DPT_ALL_REDUCE, .bytes = large, .layout = kLayout, .not_native = ""})
+                .algorithm,
+            AlgorithmName::kTwoShot);
   const DevicePlan plan = choose_device(
       {.collective = DPT_ALL_GATHER, .bytes = large, .layout = kLayout, .not_native = ""});
-  EXPECT_STREQ(plan.algorithm, "push");
+  EXPECT_EQ(plan.algorithm, AlgorithmName::kPush);
   EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
 }
 
@@ -53,7 +52,7 @@ TEST(ChooseDevice, UnevenPartsGoAlikeWhateverTheirSize) {
                                            .even = false,
                                            .layout = kLayout,
                                            .not_native = ""});
-    EXPECT_STREQ(plan.algorithm, "push");
+    EXPECT_EQ(plan.algorithm, AlgorithmName::kPush);
     EXPECT_EQ(plan.grid.channels, cuda::kMaxChannels);
   }
 }
@@ -64,10 +63,10 @@ TEST(ChooseDevice, WhatHasNoLargeKernelIsDelegatedBeyondLines) {
                               .large = false,
                               .layout = kLayout,
                               .not_native = ""};
-  EXPECT_STREQ(choose_device(request).algorithm, "low_latency");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kLowLatency);
   request.bytes = 1 << 20;
   const DevicePlan plan = choose_device(request);
-  EXPECT_STREQ(plan.algorithm, "delegate");
+  EXPECT_EQ(plan.algorithm, AlgorithmName::kDelegate);
   EXPECT_NE(plan.reason.find("small messages only"), std::string::npos);
 }
 
@@ -77,10 +76,10 @@ TEST(ChooseDevice, LinesAndPacketsAlwaysFit) {
     for (size_t bytes = 1; bytes < 100'000'000; bytes = bytes * 9 / 8 + 1) {
       const DevicePlan plan = choose_device(
           {.collective = DPT_ALL_REDUCE, .bytes = bytes, .layout = layout, .not_native = ""});
-      const std::string algorithm = plan.algorithm;
-      if (algorithm == "low_latency") {
+      const AlgorithmName algorithm = plan.algorithm;
+      if (algorithm == AlgorithmName::kLowLatency) {
         EXPECT_LE(bytes, most_in_lines(layout, plan.grid));
-      } else if (algorithm == "packet") {
+      } else if (algorithm == AlgorithmName::kPacket) {
         EXPECT_LE(bytes / 8, most_in_packets(layout, plan.grid));
       } else {
         EXPECT_LE(plan.chunk_bytes, slot);
@@ -92,20 +91,20 @@ TEST(ChooseDevice, LinesAndPacketsAlwaysFit) {
 // With a delegate that competes, what is not known to be faster is its.
 TEST(ChooseDevice, ByTheRuleTheDelegateServesWhatIsNotSmall) {
   const auto algorithm = [](Collective collective, size_t bytes, bool even = true) {
-    return std::string(choose_device({.collective = collective,
-                                      .bytes = bytes,
-                                      .even = even,
-                                      .layout = kLayout,
-                                      .not_native = "",
-                                      .delegate = true})
-                           .algorithm);
+    return choose_device({.collective = collective,
+                          .bytes = bytes,
+                          .even = even,
+                          .layout = kLayout,
+                          .not_native = "",
+                          .delegate = true})
+        .algorithm;
   };
-  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 64 << 10), "low_latency");
-  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 512 << 10), "packet");
-  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, (512 << 10) + 8), "delegate");
-  EXPECT_EQ(algorithm(DPT_ALL_GATHER, 256 << 10), "packet");
-  EXPECT_EQ(algorithm(DPT_REDUCE_SCATTER, (256 << 10) + 8), "delegate");
-  EXPECT_EQ(algorithm(DPT_ALL_TO_ALL, 8, /*even=*/false), "delegate");
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 64 << 10), AlgorithmName::kLowLatency);
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, 512 << 10), AlgorithmName::kPacket);
+  EXPECT_EQ(algorithm(DPT_ALL_REDUCE, (512 << 10) + 8), AlgorithmName::kDelegate);
+  EXPECT_EQ(algorithm(DPT_ALL_GATHER, 256 << 10), AlgorithmName::kPacket);
+  EXPECT_EQ(algorithm(DPT_REDUCE_SCATTER, (256 << 10) + 8), AlgorithmName::kDelegate);
+  EXPECT_EQ(algorithm(DPT_ALL_TO_ALL, 8, /*even=*/false), AlgorithmName::kDelegate);
 }
 
 TEST(ChooseDevice, WhatIsForAllMayGoRoundARing) {
@@ -116,7 +115,7 @@ TEST(ChooseDevice, WhatIsForAllMayGoRoundARing) {
                                                             .not_native = ""});
     EXPECT_LT(found.size(), kMostDeviceCandidates);
     return std::any_of(found.begin(), found.end(), [](const Candidate& candidate) {
-      return candidate.algorithm == known_algorithm("ring");
+      return candidate.algorithm == AlgorithmName::kRing;
     });
   };
   EXPECT_TRUE(is_tried(DPT_ALL_GATHER, 4));
@@ -128,7 +127,7 @@ TEST(ChooseDevice, WhatIsForAllMayGoRoundARing) {
 Decision decided(Candidate candidate) { return {candidate, "fastest measured", "", {}}; }
 
 TEST(ChooseDevice, WhatWasSettledOnServesWhereItCan) {
-  const Decision two_shot = decided({known_algorithm("two_shot"), 4096, 16, cuda::kMostThreads});
+  const Decision two_shot = decided({AlgorithmName::kTwoShot, 4096, 16, cuda::kMostThreads});
   ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,
                               .bytes = 1 << 20,
                               .layout = kLayout,
@@ -136,27 +135,27 @@ TEST(ChooseDevice, WhatWasSettledOnServesWhereItCan) {
                               .delegate = true,
                               .tuned = &two_shot};
   const DevicePlan plan = choose_device(request);
-  EXPECT_STREQ(plan.algorithm, "two_shot");
+  EXPECT_EQ(plan.algorithm, AlgorithmName::kTwoShot);
   EXPECT_EQ(plan.grid.channels, 16);
   EXPECT_EQ(plan.grid.threads, cuda::kMostThreads);
   EXPECT_EQ(plan.chunk_bytes, 4096);
   EXPECT_EQ(plan.reason, "fastest measured");
   request.large = false;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   request.bytes = 64 << 10;
-  EXPECT_STREQ(choose_device(request).algorithm, "low_latency");
-  const Decision stock = decided({known_algorithm("delegate")});
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kLowLatency);
+  const Decision stock = decided({AlgorithmName::kDelegate});
   request.tuned = &stock;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   request.not_native = "for the test";
   EXPECT_EQ(choose_device(request).reason, "for the test");
 }
 
 // The fastest of the others that were measured in the same range, if it beats the delegate too.
 TEST(ChooseDevice, WhatIsTooLargeForTheFastestGoesByTheNext) {
-  const Candidate stock{known_algorithm("delegate")};
-  const Candidate packet{known_algorithm("packet"), 0, 32, cuda::kMostThreads};
-  const Candidate push{known_algorithm("push"), 16384, 32, cuda::kMostThreads};
+  const Candidate stock{AlgorithmName::kDelegate};
+  const Candidate packet{AlgorithmName::kPacket, 0, 32, cuda::kMostThreads};
+  const Candidate push{AlgorithmName::kPush, 16384, 32, cuda::kMostThreads};
   ChooseDeviceRequest request{.collective = DPT_REDUCE_SCATTER,
                               .bytes = 1 << 20,
                               .layout = kLayout,
@@ -171,11 +170,11 @@ TEST(ChooseDevice, WhatIsTooLargeForTheFastestGoesByTheNext) {
   const Decision clear = decision_with(12);
   const Decision equal = decision_with(20);
   request.tuned = &clear;
-  EXPECT_STREQ(choose_device(request).algorithm, "packet");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kPacket);
   request.bytes = 4 << 20;
-  EXPECT_STREQ(choose_device(request).algorithm, "push");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kPush);
   request.tuned = &equal;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 }
 
 // Copy engines serve what nothing replays; the rest goes to the fastest kernel, or the delegate.
@@ -192,7 +191,7 @@ TEST(ChooseDevice, CopyEnginesServeWhatGoesToAll) {
   const auto tries = [&](const ChooseDeviceRequest& request) {
     const std::vector<Candidate> found = device_candidates(request);
     return std::count_if(found.begin(), found.end(), [](const Candidate& each) {
-      return each.algorithm == cuda::kCopyEngine;
+      return each.algorithm == AlgorithmName::kCopyEngine;
     });
   };
   EXPECT_EQ(tries(request_for(DPT_ALL_GATHER, kBytes)), 2);
@@ -205,26 +204,26 @@ TEST(ChooseDevice, CopyEnginesServeWhatGoesToAll) {
   EXPECT_EQ(tries(request), 0);
 
   request = request_for(DPT_ALL_GATHER, kBytes);
-  const Measurement copies{{cuda::kCopyEngine, 4 << 20, 0, 0}, 10, 9.9, 10.1};
-  const Measurement push{{known_algorithm("push"), 16 << 10, 32, 512}, 15, 14.9, 15.1};
-  const Measurement stock{{known_algorithm("delegate")}, 20, 19.9, 20.1};
+  const Measurement copies{{AlgorithmName::kCopyEngine, 4 << 20, 0, 0}, 10, 9.9, 10.1};
+  const Measurement push{{AlgorithmName::kPush, 16 << 10, 32, 512}, 15, 14.9, 15.1};
+  const Measurement stock{{AlgorithmName::kDelegate}, 20, 19.9, 20.1};
   const Limits limits{kBytes, true, true};
   Decision decision = decide({push, copies, stock}, limits, "measured now");
   EXPECT_NE(decision.reason.find("no multiprocessor"), std::string::npos);
   request.tuned = &decision;
-  EXPECT_EQ(choose_device(request).algorithm, cuda::kCopyEngine);
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kCopyEngine);
   EXPECT_EQ(choose_device(request).chunk_bytes, 4 << 20);
   request.replayed = true;
-  EXPECT_STREQ(choose_device(request).algorithm, "push");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kPush);
   decision = decide({copies, stock}, limits, "measured now");
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   request.replayed = false;
   request.copies = {};  // another group has no room for them
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 }
 
 TEST(ChooseDevice, LinesThatDoNotFitAreNotUsedWhateverWasSettledOn) {
-  const Decision lines = decided({known_algorithm("low_latency"), 0, 1, 512});
+  const Decision lines = decided({AlgorithmName::kLowLatency, 0, 1, 512});
   ChooseDeviceRequest request{.collective = DPT_ALL_REDUCE,
                               .bytes = 16 << 10,
                               .layout = kLayout,
@@ -233,7 +232,7 @@ TEST(ChooseDevice, LinesThatDoNotFitAreNotUsedWhateverWasSettledOn) {
   EXPECT_EQ(choose_device(request).grid.channels, 1);
   request.bytes = 64 << 10;
   EXPECT_EQ(choose_device(request).grid.channels, 32);  // the rule of thumb's
-  const Decision no_grid = decided({known_algorithm("low_latency")});
+  const Decision no_grid = decided({AlgorithmName::kLowLatency});
   request.tuned = &no_grid;
   EXPECT_EQ(choose_device(request).grid.channels, 32);
 }
@@ -245,7 +244,7 @@ TEST(ChooseDevice, AllChannelsOnlyWhereTheUsualNumberIsTooFew) {
                                            .bytes = bytes,
                                            .layout = Layout::of(size, slot),
                                            .not_native = ""});
-    return std::string(plan.algorithm) + " " + std::to_string(plan.grid.channels) + "x" +
+    return std::string(name_of(plan.algorithm)) + " " + std::to_string(plan.grid.channels) + "x" +
            std::to_string(plan.grid.threads);
   };
   EXPECT_EQ(grid(1 << 10, 4, 16 << 10), "low_latency 1x128");
@@ -261,7 +260,7 @@ TEST(ChooseDevice, WithoutNvlinkThereAreNoPackets) {
   for (size_t bytes = 1; bytes < 100'000'000; bytes = bytes * 9 / 8 + 1) {
     const DevicePlan plan = choose_device(
         {.collective = DPT_ALL_REDUCE, .bytes = bytes, .layout = layout, .not_native = ""});
-    EXPECT_STRNE(plan.algorithm, "packet");
+    EXPECT_NE(plan.algorithm, AlgorithmName::kPacket);
   }
 }
 
@@ -276,7 +275,7 @@ TEST(ChooseDevice, AlongTreesWhereLinksDiffer) {
   };
   const auto num_trees = [](const std::vector<Candidate>& found) {
     return std::count_if(found.begin(), found.end(), [](const Candidate& each) {
-      return each.algorithm == cuda::kTree;
+      return each.algorithm == AlgorithmName::kTree;
     });
   };
   for (size_t bytes = 64 << 10; bytes <= size_t{256} << 20; bytes *= 4) {
@@ -287,7 +286,7 @@ TEST(ChooseDevice, AlongTreesWhereLinksDiffer) {
         device_candidates(request_for(cuda::Wiring::kUnequal, bytes));
     EXPECT_EQ(num_trees(unequal), 4);
     EXPECT_EQ(unequal.size(), alike.size() + 4);
-    EXPECT_STREQ(unequal[0].algorithm, alike[0].algorithm);
+    EXPECT_EQ(unequal[0].algorithm, alike[0].algorithm);
     const std::vector<Candidate> partial =
         device_candidates(request_for(cuda::Wiring::kPartial, bytes));
     EXPECT_EQ(num_trees(partial), 4);
@@ -306,26 +305,26 @@ TEST(ChooseDevice, NothingButTreesServesWhereLinksAreMissing) {
                               .layout = kLayout,
                               .wiring = cuda::Wiring::kPartial,
                               .not_native = ""};
-  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kTree);
   request.bytes = 64 << 20;
-  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
-  const Decision two_shot = decided({known_algorithm("two_shot"), 16384, 32, cuda::kMostThreads});
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kTree);
+  const Decision two_shot = decided({AlgorithmName::kTwoShot, 16384, 32, cuda::kMostThreads});
   request.tuned = &two_shot;
-  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kTree);
   request.delegate = true;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
-  const Decision tree = decided({cuda::kTree, 16384, 32, cuda::kMostThreads});
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
+  const Decision tree = decided({AlgorithmName::kTree, 16384, 32, cuda::kMostThreads});
   request.tuned = &tree;
-  EXPECT_EQ(choose_device(request).algorithm, cuda::kTree);
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kTree);
   request.wiring = cuda::Wiring::kAlike;  // times of other links
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 
   request.wiring = cuda::Wiring::kPartial;
   request.tuned = nullptr;
   request.delegate = false;
   for (const Collective collective : {DPT_ALL_GATHER, DPT_BROADCAST, DPT_ALL_TO_ALL}) {
     request.collective = collective;
-    EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+    EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
     EXPECT_EQ(choose_device(request).reason,
               why_not_wired(cuda::Wiring::kPartial, collective, true));
   }
@@ -341,42 +340,43 @@ TEST(ChooseDevice, ADelegateThatCompetesGoesInStagesOnlyByADecision) {
                               .not_native = "no kernels",
                               .ranks = 4,
                               .nodes = 2};
-  EXPECT_STREQ(choose_device(request).algorithm, "hierarchical");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kInStages);
   for (const Collective collective :
        {DPT_ALL_GATHER, DPT_REDUCE_SCATTER, DPT_ALL_TO_ALL, DPT_BROADCAST}) {
     ChooseDeviceRequest other = request;
     other.collective = collective;
     other.bytes = 1 << 20;  // of each rank, if that is what a part is
     const bool in_stages = collective != DPT_BROADCAST;
-    EXPECT_STREQ(choose_device(other).algorithm, in_stages ? "hierarchical" : "delegate");
+    EXPECT_EQ(choose_device(other).algorithm,
+              in_stages ? AlgorithmName::kInStages : AlgorithmName::kDelegate);
     other.bytes -= 2;
-    EXPECT_STREQ(choose_device(other).algorithm, "delegate");
+    EXPECT_EQ(choose_device(other).algorithm, AlgorithmName::kDelegate);
   }
   request.delegate = true;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   EXPECT_EQ(choose_device(request).reason, "no kernels");
 
-  Decision decision = decided({known_algorithm(kInStages)});
+  Decision decision = decided({AlgorithmName::kInStages});
   decision.reason = "measured";
   request.tuned = &decision;
-  EXPECT_STREQ(choose_device(request).algorithm, "hierarchical");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kInStages);
   EXPECT_EQ(choose_device(request).reason, "measured");
   request.even = false;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   request.even = true;
   request.bytes = (4 << 20) - 2;  // of the same range
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   EXPECT_EQ(choose_device(request).reason, "no kernels");
   request.bytes = 4 << 20;
   request.nodes = 1;  // it can't
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 
   request.nodes = 2;
-  decision.chosen = {known_algorithm("delegate")};
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  decision.chosen = Candidate{AlgorithmName::kDelegate};
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   EXPECT_EQ(choose_device(request).reason, "measured");
-  decision.chosen = {nullptr};  // nothing could be measured
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  decision.chosen = std::nullopt;  // nothing could be measured
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   EXPECT_EQ(choose_device(request).reason, "no kernels");
 }
 
@@ -400,17 +400,17 @@ TEST(OfferChannels, KernelsOfManyGroupsFindRoom) {
 }
 
 TEST(DeviceCandidates, WhatWasSlowForItsAlgorithmIsNotTriedAtLargerSizes) {
-  const auto of = [](const char* name, size_t chunk, int channels) {
-    return Candidate{known_algorithm(name), chunk, channels, 512};
+  const auto of = [](AlgorithmName algorithm, size_t chunk, int channels) {
+    return Candidate{algorithm, chunk, channels, 512};
   };
   const auto took = [](const Candidate& candidate, double us) {
     return Measurement{candidate, us, us, us};
   };
-  const Candidate push = of("push", 16 << 10, 32);
-  const Candidate in_small_chunks = of("push", 8 << 10, 32);
-  const Candidate on_few_channels = of("push", 16 << 10, 16);
-  const Candidate ring = of("ring", 16 << 10, 32);
-  const Candidate stock{known_algorithm("delegate")};
+  const Candidate push = of(AlgorithmName::kPush, 16 << 10, 32);
+  const Candidate in_small_chunks = of(AlgorithmName::kPush, 8 << 10, 32);
+  const Candidate on_few_channels = of(AlgorithmName::kPush, 16 << 10, 16);
+  const Candidate ring = of(AlgorithmName::kRing, 16 << 10, 32);
+  const Candidate stock{AlgorithmName::kDelegate};
   const std::vector<Candidate> all{push, in_small_chunks, on_few_channels, ring, stock};
   const Entry smaller{took(push, 20),
                       took(in_small_chunks, 22.5),
@@ -430,9 +430,10 @@ TEST(DeviceCandidates, WhatWasSlowForItsAlgorithmIsNotTriedAtLargerSizes) {
                 (16 << 10) * 100 + 32, (16 << 10) * 100 + 16, (16 << 10) * 100 + 32, 0}));
   EXPECT_EQ(names({}).size(), all.size());
   // The candidate that was best there is none here.
-  EXPECT_EQ(names({took(of("push", 64 << 10, 32), 5), took(in_small_chunks, 22.5)}).size(),
-            all.size());
-  const Candidate many{known_device_algorithm("cpu_reduce"), 1 << 20, 3, 12};
+  EXPECT_EQ(
+      names({took(of(AlgorithmName::kPush, 64 << 10, 32), 5), took(in_small_chunks, 22.5)}).size(),
+      all.size());
+  const Candidate many{AlgorithmName::kCpuReduce, 1 << 20, 3, 12};
   const Candidate few{many.algorithm, 1 << 20, 3, 6};
   EXPECT_EQ(without_slow_variants({many, few}, {took(many, 19), took(few, 10)}).size(), 2);
   EXPECT_EQ(without_slow_variants({many, few}, {took(many, 21), took(few, 10)})[0].threads, 6);
@@ -469,10 +470,10 @@ TEST(DeviceCandidates, BeginWithTheRuleOfThumbsAndDiffer) {
       ASSERT_FALSE(found.empty());
       EXPECT_LE(found.size(), kMostDeviceCandidates);
       const DevicePlan rule = choose_device(request);
-      EXPECT_STREQ(found[0].algorithm, rule.algorithm);
+      EXPECT_EQ(found[0].algorithm, rule.algorithm);
       EXPECT_EQ(found[0].channels, rule.grid.channels);
       for (size_t i = 0; i < found.size(); ++i) {
-        EXPECT_EQ(known_algorithm(found[i].algorithm), found[i].algorithm);
+        EXPECT_EQ(known_algorithm(name_of(found[i].algorithm), true), found[i].algorithm);
         const Decision decision = decided(found[i]);
         request.tuned = &decision;
         const DevicePlan plan = choose_device(request);

@@ -26,20 +26,20 @@ ChooseDeviceRequest request_for(Collective collective, size_t bytes) {
 
 TEST(ChooseStaged, TheDelegateKeepsWhatWasNotMeasured) {
   ChooseDeviceRequest request = request_for(DPT_ALL_REDUCE, 64 * kMiB);
-  EXPECT_STREQ(choose_device(request).algorithm, kCpuReduce);
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kCpuReduce);
   request.delegate = true;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 }
 
 TEST(ChooseStaged, WhatWasMeasuredFastestServes) {
   ChooseDeviceRequest request = request_for(DPT_REDUCE_SCATTER, 64 * kMiB);
   request.delegate = true;
-  const Measurement ours{{kCpuReduce, 2 * kMiB, 3, 4}, 10, 9.9, 10.1};
-  const Measurement stock{{known_algorithm("delegate")}, 20, 19.9, 20.1};
+  const Measurement ours{{AlgorithmName::kCpuReduce, 2 * kMiB, 3, 4}, 10, 9.9, 10.1};
+  const Measurement stock{{AlgorithmName::kDelegate}, 20, 19.9, 20.1};
   const Decision decision = decide({ours, stock}, {kMiB * 1024, true, true}, "measured");
   request.tuned = &decision;
   const DevicePlan plan = choose_device(request);
-  EXPECT_STREQ(plan.algorithm, kCpuReduce);
+  EXPECT_EQ(plan.algorithm, AlgorithmName::kCpuReduce);
   EXPECT_EQ(plan.chunk_bytes, 2 * kMiB);
   EXPECT_EQ(plan.grid.threads, 4);
   EXPECT_EQ(plan.grid.channels, 3);
@@ -48,7 +48,7 @@ TEST(ChooseStaged, WhatWasMeasuredFastestServes) {
   request.staging.slot_bytes = kMiB;  // a later group has less
   EXPECT_EQ(choose_device(request).chunk_bytes, kMiB);
   request.staging.threads = 2;  // or other ranks
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 }
 
 // Devices add up if that is no byte more to copy, and the reduction has a kernel.
@@ -59,10 +59,10 @@ TEST(ChooseStaged, DevicesAddUpWhatIsTheirOwn) {
   EXPECT_THAT(describe_staged(device_candidates(request)[0]), HasSubstr("added up by the GPUs"));
   request.devices_add = false;
   EXPECT_EQ(choose_device(request).grid.threads, 8);
-  const Decision decision{{kCpuReduce, kMiB, 3, 0}, "measured", "", {}};
+  const Decision decision{Candidate{AlgorithmName::kCpuReduce, kMiB, 3, 0}, "measured", "", {}};
   request.tuned = &decision;  // with another type
   request.delegate = true;
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
 
   request = request_for(DPT_ALL_REDUCE, 64 * kMiB);
   EXPECT_EQ(choose_device(request).grid.threads, 8);
@@ -94,21 +94,21 @@ TEST(ChooseStaged, ThePartOfTheDelegate) {
   EXPECT_EQ(parts(), std::vector<int>{});
   request.staging.nodes = 1;
 
-  const Measurement whole{{kCpuReduce, kMiB, 3, 8}, 20, 19.9, 20.1};
-  const Measurement divided{{kCpuReduce, kMiB, 3, 8, 40}, 10, 9.9, 10.1};
-  const Measurement stock{{known_algorithm("delegate")}, 30, 29.9, 30.1};
+  const Measurement whole{{AlgorithmName::kCpuReduce, kMiB, 3, 8}, 20, 19.9, 20.1};
+  const Measurement divided{{AlgorithmName::kCpuReduce, kMiB, 3, 8, 40}, 10, 9.9, 10.1};
+  const Measurement stock{{AlgorithmName::kDelegate}, 30, 29.9, 30.1};
   Decision decision = decide({whole, divided, stock}, {kMiB * 1024, true, true}, "measured");
   EXPECT_THAT(decision.reason, HasSubstr("8 workers for each rank, NCCL beside it with 40%"));
   request.tuned = &decision;
   EXPECT_EQ(choose_device(request).delegated, 40);
   request.divisible = false;  // of another type
-  EXPECT_STREQ(choose_device(request).algorithm, kCpuReduce);
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kCpuReduce);
   EXPECT_EQ(choose_device(request).delegated, 0);
   decision.times.erase(decision.times.begin());
-  EXPECT_STREQ(choose_device(request).algorithm, "delegate");
+  EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kDelegate);
   // A delegate that doesn't compete gets no part either.
   decision = decide({divided, whole}, {kMiB * 1024, false, true}, "measured");
-  EXPECT_EQ(decision.chosen.delegated, 0);
+  EXPECT_EQ(decision.chosen->delegated, 0);
 }
 
 TEST(ChooseStaged, FewCandidatesThatAllServe) {
@@ -124,11 +124,11 @@ TEST(ChooseStaged, FewCandidatesThatAllServe) {
       EXPECT_EQ(found[0].threads, rule.grid.threads);
       request.delegate = true;
       for (const Candidate& each : found) {
-        EXPECT_EQ(known_algorithm(each.algorithm), each.algorithm);
+        EXPECT_EQ(known_algorithm(name_of(each.algorithm), true), each.algorithm);
         EXPECT_LE(each.chunk_bytes, kStaging.slot_bytes);
         const Decision decision{each, "fastest", "", {}};
         request.tuned = &decision;
-        EXPECT_STREQ(choose_device(request).algorithm, kCpuReduce);
+        EXPECT_EQ(choose_device(request).algorithm, AlgorithmName::kCpuReduce);
       }
     }
   }

@@ -242,7 +242,7 @@ TEST(CollectivesStatistics, NativeCallsAreCounted) {
   for (const StatisticsRow& row : all_statistics()) {
     if (row.group != "counted") continue;
     EXPECT_EQ(row.collective, DPT_ALL_REDUCE);
-    EXPECT_NE(row.algorithm, "delegate");
+    EXPECT_NE(row.algorithm, AlgorithmName::kDelegate);
     EXPECT_FALSE(row.reason.empty());
     calls += row.calls;
     bytes += row.bytes;

@@ -35,7 +35,7 @@ TEST_F(CpuReduce, ServesFourCollectives) {
     EXPECT_EQ(program.broadcast_from_2(), DPT_COMPLETED);
     EXPECT_EQ(program.values(), std::vector<float>(program.values().size(), 2.0F));
   });
-  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("no peer access"));
+  EXPECT_THAT(reason_of(AlgorithmName::kCpuReduce), HasSubstr("no peer access"));
 }
 
 // Bridges that join some, but leave no way to the others.
@@ -47,7 +47,7 @@ TEST_F(CpuReduce, ServesGpusInPartsThatDoNotReachEachOther) {
     EXPECT_EQ(program.sum_ones(kMiB), DPT_COMPLETED);
     program.check_sum();
   });
-  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("no peer access"));
+  EXPECT_THAT(reason_of(AlgorithmName::kCpuReduce), HasSubstr("no peer access"));
 }
 
 TEST_F(CpuReduce, OthersAreTheDelegates) {
@@ -72,8 +72,8 @@ TEST_F(CpuReduce, OfAListTheDelegatesAreOnePiece) {
   const TuningClass group{2, false, 1, "a fake GPU, 132 SMs, without peer access"};
   for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
     const double stock_us = range_of(bucket).nominal > kMiB ? 1 : 100;
-    const Entry entry = {summarize({known_algorithm("cpu_reduce"), 64 << 10, 3, 1}, {10}),
-                         summarize({known_algorithm("delegate")}, {stock_us})};
+    const Entry entry = {summarize({AlgorithmName::kCpuReduce, 64 << 10, 3, 1}, {10}),
+                         summarize({AlgorithmName::kDelegate}, {stock_us})};
     Decisions::instance().add_measured(group, DPT_ALL_REDUCE, bucket, entry);
   }
   run_ranks(2,
@@ -109,8 +109,8 @@ TEST_F(CpuReduce, IsChosenWhereItIsFaster) {
   const std::vector<DecisionRow> rows = Decisions::instance().rows();
   ASSERT_EQ(rows.size(), 1);
   EXPECT_THAT(std::string(rows[0].group.device), EndsWith("without peer access"));
-  EXPECT_STREQ(rows[0].decision.chosen.algorithm, "cpu_reduce");
-  EXPECT_GT(rows[0].decision.chosen.chunk_bytes, 0);
+  EXPECT_EQ(rows[0].decision.chosen->algorithm, AlgorithmName::kCpuReduce);
+  EXPECT_GT(rows[0].decision.chosen->chunk_bytes, 0);
   EXPECT_THAT(rows[0].decision.reason, HasSubstr("3 slots of "));
 }
 
@@ -118,8 +118,8 @@ TEST_F(CpuReduce, IsChosenWhereItIsFaster) {
 TEST_F(CpuReduce, TheLargestGoByWhatWasMeasuredWithSmallerOnes) {
   const TuningClass group{2, false, 1, "a fake GPU, 132 SMs, without peer access"};
   const int large = *bucket_of(DPT_ALL_REDUCE, 128 * kMiB, group);
-  const Entry entry = {summarize({known_algorithm("cpu_reduce"), 1 << 20, 3, 1}, {10}),
-                       summarize({known_algorithm("delegate")}, {100})};
+  const Entry entry = {summarize({AlgorithmName::kCpuReduce, 1 << 20, 3, 1}, {10}),
+                       summarize({AlgorithmName::kDelegate}, {100})};
   ASSERT_NE(tried_for(large), large);
   Decisions::instance().add_measured(group, DPT_ALL_REDUCE, tried_for(large), entry);
   run_ranks(2,
@@ -132,7 +132,7 @@ TEST_F(CpuReduce, TheLargestGoByWhatWasMeasuredWithSmallerOnes) {
   const std::vector<DecisionRow> rows = Decisions::instance().rows();
   ASSERT_EQ(rows.size(), 1);
   EXPECT_EQ(rows[0].decision.source, "measured in this run");
-  EXPECT_STREQ(rows[0].decision.chosen.algorithm, "cpu_reduce");
+  EXPECT_EQ(rows[0].decision.chosen->algorithm, AlgorithmName::kCpuReduce);
 }
 
 TEST_F(CpuReduce, TheDelegateStaysWhereItIsNot) {
@@ -152,7 +152,8 @@ TEST_F(CpuReduce, OneRankThatCannotMapTheMemory) {
     Program program(rank);
     EXPECT_EQ(program.sum_ones(kMiB), DPT_DELEGATED);
   });
-  EXPECT_THAT(reason_of("delegate"), HasSubstr("rank 1: this fake driver maps nothing"));
+  EXPECT_THAT(reason_of(AlgorithmName::kDelegate),
+              HasSubstr("rank 1: this fake driver maps nothing"));
 }
 
 // ---- Groups that span nodes ----
@@ -173,7 +174,7 @@ TEST_F(CpuReduceNodes, ServeThreeCollectives) {
     program.gather_and_scatter(DPT_SUM);
     EXPECT_EQ(program.broadcast_from_2(), DPT_DELEGATED);
   });
-  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("to the network and back"));
+  EXPECT_THAT(reason_of(AlgorithmName::kCpuReduce), HasSubstr("to the network and back"));
 }
 
 TEST_F(CpuReduceNodes, OneGpuOnEach) {
@@ -209,9 +210,9 @@ TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
   fake_devices().staged_us = 600;
   // All but the largest all_reduce is known: one that is measured takes seconds.
   const auto know = [](double staged_us) {
-    const Candidate staged{known_algorithm("cpu_reduce"), 64 << 10, 3, 1};
+    const Candidate staged{AlgorithmName::kCpuReduce, 64 << 10, 3, 1};
     const Entry entry = {summarize(staged, {staged_us}),
-                         summarize({known_algorithm("delegate")}, {1000})};
+                         summarize({AlgorithmName::kDelegate}, {1000})};
     const TuningClass group{4, false, 2, "a fake GPU, 132 SMs, without peer access"};
     Decisions::instance().reset();
     for (const Collective each : {DPT_ALL_REDUCE, DPT_ALL_GATHER, DPT_REDUCE_SCATTER}) {
@@ -235,7 +236,7 @@ TEST_F(CpuReduceNodes, AreChosenWhereTheyAreFaster) {
   EXPECT_EQ(in_stages, 0);  // it competes as it is
   for (const DecisionRow& row : Decisions::instance().rows()) {
     EXPECT_EQ(row.group.nodes, 2);
-    EXPECT_STREQ(row.decision.chosen.algorithm, "cpu_reduce")
+    EXPECT_EQ(row.decision.chosen->algorithm, AlgorithmName::kCpuReduce)
         << name_of(row.collective) << ": " << row.decision.source << ", "
         << row.decision.times.size();
   }

@@ -12,7 +12,7 @@ using ::testing::HasSubstr;
 
 std::string reason_counted(const std::string& group) {
   for (const StatisticsRow& row : all_statistics()) {
-    if (row.group == group && row.algorithm == "delegate") return row.reason;
+    if (row.group == group && row.algorithm == AlgorithmName::kDelegate) return row.reason;
   }
   return "nothing was delegated";
 }

@@ -81,7 +81,7 @@ class LinkedDevices : public ::testing::Test {
     fake_devices() = {};
     fake_devices().why_absent = "";
     fake_devices().time_us = [](const DevicePlan& plan, size_t) {
-      return plan.algorithm == cuda::kTree ? 5.0 : 10.0;
+      return plan.algorithm == AlgorithmName::kTree ? 5.0 : 10.0;
     };
   }
   ~LinkedDevices() override {
@@ -100,7 +100,7 @@ class LinkedDevices : public ::testing::Test {
   }
   static bool has_trees(const Entry& times) {
     return std::any_of(times.begin(), times.end(), [](const Measurement& each) {
-      return each.candidate.algorithm == cuda::kTree;
+      return each.candidate.algorithm == AlgorithmName::kTree;
     });
   }
 };
@@ -139,20 +139,20 @@ TEST_F(LinkedDevices, OfTwoKindsTryTreesBesideTheOthers) {
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(decision().group.device,
             "a fake GPU, 132 SMs, not all over NVLink, links -1pp 1-pp pp-1 pp1-");
-  EXPECT_EQ(decision().decision.chosen.algorithm, cuda::kTree);
+  EXPECT_EQ(decision().decision.chosen->algorithm, AlgorithmName::kTree);
   EXPECT_THAT(decision().decision.reason, HasSubstr("fastest measured"));
 }
 
 TEST_F(LinkedDevices, TreesThatAreSlowerAreNotChosen) {
   fake_devices().links = "-1pp,1-pp,pp-1,pp1-";
   fake_devices().time_us = [](const DevicePlan& plan, size_t) {
-    return plan.algorithm == cuda::kTree ? 15.0 : 10.0;
+    return plan.algorithm == AlgorithmName::kTree ? 15.0 : 10.0;
   };
   run_ranks(4,
             [](Rank& rank) { EXPECT_EQ(reduce(rank, 4 * kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_TRUE(has_trees(decision().decision.times));
-  EXPECT_STREQ(decision().decision.chosen.algorithm, "packet");
+  EXPECT_EQ(decision().decision.chosen->algorithm, AlgorithmName::kPacket);
 }
 
 TEST_F(LinkedDevices, WithGapsGoAlongTreesWhereThatIsFaster) {
@@ -168,9 +168,9 @@ TEST_F(LinkedDevices, WithGapsGoAlongTreesWhereThatIsFaster) {
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(decision().group.device, "a fake GPU, 132 SMs, links -11- 1--1 1--1 -11-");
-  EXPECT_EQ(decision().decision.chosen.algorithm, cuda::kTree);
+  EXPECT_EQ(decision().decision.chosen->algorithm, AlgorithmName::kTree);
   for (const Measurement& each : decision().decision.times) {
-    EXPECT_TRUE(each.candidate.algorithm == cuda::kTree || is_delegate(each.candidate));
+    EXPECT_TRUE(each.candidate.algorithm == AlgorithmName::kTree || is_delegate(each.candidate));
   }
 }
 
@@ -183,7 +183,7 @@ TEST_F(LinkedDevices, AreMaskedByTheVariable) {
               [](Rank& rank) { EXPECT_EQ(reduce(rank, 4 * kMiB), DPT_COMPLETED); },
               {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
     EXPECT_EQ(decision().group.device, "a fake GPU, 132 SMs, links -4- 4-4 -4-, emulated");
-    EXPECT_EQ(decision().decision.chosen.algorithm, cuda::kTree);
+    EXPECT_EQ(decision().decision.chosen->algorithm, AlgorithmName::kTree);
     Decisions::instance().reset();
     run_ranks(2,
               [](Rank& rank) { EXPECT_EQ(reduce(rank, 4 * kMiB), DPT_COMPLETED); },

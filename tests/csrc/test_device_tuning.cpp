@@ -88,7 +88,7 @@ TEST_F(DeviceTuning, NativeServesWhereItIsFaster) {
   const DecisionRow row = rows()[0];
   EXPECT_THAT(std::string(row.group.device), StartsWith("a fake GPU, 132 SMs, over"));
   EXPECT_EQ(row.decision.source, "measured now");
-  EXPECT_STREQ(row.decision.chosen.algorithm, "packet");
+  EXPECT_EQ(row.decision.chosen->algorithm, AlgorithmName::kPacket);
   EXPECT_THAT(row.decision.reason, HasSubstr("64 x "));
   ASSERT_TRUE(is_delegate(row.decision.times.back().candidate));
   EXPECT_DOUBLE_EQ(row.decision.times.back().median_us, 11);
@@ -99,7 +99,7 @@ TEST_F(DeviceTuning, TheDelegateStaysWhereNativeIsNotClearlyFaster) {
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(10.2)});
-  EXPECT_TRUE(is_delegate(rows().at(0).decision.chosen));
+  EXPECT_TRUE(is_delegate(*rows().at(0).decision.chosen));
   EXPECT_EQ(rows()[0].decision.reason, "native is not clearly faster, measured");
 }
 
@@ -107,7 +107,7 @@ uint64_t calls_counted(const std::string& group) {
   uint64_t calls = 0;
   for (const StatisticsRow& row : all_statistics()) {
     if (row.group != group || row.collective != DPT_ALL_REDUCE) continue;
-    EXPECT_EQ(row.algorithm, "delegate");
+    EXPECT_EQ(row.algorithm, AlgorithmName::kDelegate);
     EXPECT_EQ(row.reason, "native is not clearly faster, measured");
     calls += row.calls;
   }
@@ -150,7 +150,7 @@ TEST_F(DeviceTuning, TheFastestGridIsChosen) {
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
-  EXPECT_EQ(rows().at(0).decision.chosen.channels, 16);
+  EXPECT_EQ(rows().at(0).decision.chosen->channels, 16);
 }
 
 // One call may take tens of milliseconds, where GPUs have no peer access.
@@ -227,7 +227,7 @@ TEST_F(DeviceTuning, WhatNativeCanDoIsNeverDelegatedWhereNoDelegateCompetes) {
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO});
-  EXPECT_STREQ(rows().at(0).decision.chosen.algorithm, "packet");
+  EXPECT_EQ(rows().at(0).decision.chosen->algorithm, AlgorithmName::kPacket);
 }
 
 TEST_F(DeviceTuning, RanksThatShareAGpuHaveNoDelegate) {
@@ -356,14 +356,15 @@ TEST_F(DevicesOnNodes, ADelegateThatCompetesGoesInStagesWhereThatIsFaster) {
     EXPECT_EQ(row.group.nodes, 2);
     EXPECT_THAT(std::string(row.group.device), EndsWith(", in stages of NCCL"));
     const bool is_large = row.collective == DPT_ALL_REDUCE && row.bytes.nominal == 16 * kMiB;
-    EXPECT_STREQ(row.decision.chosen.algorithm, is_large ? "hierarchical" : "delegate");
+    EXPECT_EQ(row.decision.chosen->algorithm,
+              is_large ? AlgorithmName::kInStages : AlgorithmName::kDelegate);
     EXPECT_EQ(row.decision.times.size(), 2);
     // There is no memory for larger ones in parts, which are not measured again and again.
     const bool is_smaller = row.collective != DPT_ALL_REDUCE && row.bytes.nominal > kMiB;
     EXPECT_EQ(row.decision.source, is_smaller ? "measured now at 1 MiB" : "measured now");
   }
   for (const StatisticsRow& row : all_statistics()) {
-    if (row.group != "competes" || row.algorithm != std::string("hierarchical")) continue;
+    if (row.group != "competes" || row.algorithm != AlgorithmName::kInStages) continue;
     EXPECT_EQ(row.reason, "fastest measured, within nodes and between them");
   }
 }
@@ -461,7 +462,7 @@ TEST_F(DeviceTuning, MessagesAreTheDelegates) {
 TEST_F(DeviceTuning, LittleMemoryMeansSmallerTrials) {
   fake_devices().free_bytes = 4 * kMiB;
   fake_devices().time_us = [](const DevicePlan& plan, size_t) {
-    return std::string(plan.algorithm) == "two_shot" ? 9.0 : 10.0;  // it serves any size
+    return plan.algorithm == AlgorithmName::kTwoShot ? 9.0 : 10.0;  // it serves any size
   };
   run_ranks(2,
             [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_COMPLETED); },
@@ -481,7 +482,7 @@ TEST_F(DeviceTuning, WhereLaunchesWaitNothingIsMeasured) {
 
 TEST_F(DeviceTuning, WithTheBudgetSpentOnlyTheNextRangesTimesServe) {
   fake_devices().time_us = [](const DevicePlan& plan, size_t) {
-    return std::string(plan.algorithm) == "two_shot" ? 9.0 : 10.0;  // it serves any size
+    return plan.algorithm == AlgorithmName::kTwoShot ? 9.0 : 10.0;  // it serves any size
   };
   run_ranks(2,
             [](Rank& rank) {
@@ -508,8 +509,8 @@ TEST_F(DeviceTuning, TheProfileServesTheNextRun) {
     EXPECT_EQ(stock_calls_, 0);
     const Decision loaded = rows().at(0).decision;
     EXPECT_EQ(loaded.source, "profile " + profile_);
-    EXPECT_EQ(loaded.chosen.channels, measured.chosen.channels);
-    EXPECT_EQ(loaded.chosen.threads, measured.chosen.threads);
+    EXPECT_EQ(loaded.chosen->channels, measured.chosen->channels);
+    EXPECT_EQ(loaded.chosen->threads, measured.chosen->threads);
   }
 }
 

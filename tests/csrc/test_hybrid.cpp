@@ -111,12 +111,12 @@ class Hybrid : public CpuReduce {
 
   // As if it had been measured: divided it takes half of what either takes alone.
   static void know(int ranks, dpt_collective collective = DPT_ALL_REDUCE) {
-    const Candidate whole{known_algorithm("cpu_reduce"), 64 << 10, 3, 1};
+    const Candidate whole{AlgorithmName::kCpuReduce, 64 << 10, 3, 1};
     Candidate divided = whole;
     divided.delegated = kPart;
     const Entry entry = {summarize(whole, {20}),
                          summarize(divided, {10}),
-                         summarize({known_algorithm("delegate")}, {30})};
+                         summarize({AlgorithmName::kDelegate}, {30})};
     const TuningClass group{ranks, false, 1, "a fake GPU, 132 SMs, without peer access"};
     for (int bucket = 0; bucket < kNumBuckets; ++bucket) {
       Decisions::instance().add_measured(group, collective, bucket, entry);
@@ -158,7 +158,7 @@ TEST_F(Hybrid, BothPartsAreSummed) {
       EXPECT_NEAR(part, kPart / 100.0, 0.001);
     }
   }
-  EXPECT_THAT(reason_of("cpu_reduce"), HasSubstr("NCCL beside it with 40%"));
+  EXPECT_THAT(reason_of(AlgorithmName::kCpuReduce), HasSubstr("NCCL beside it with 40%"));
 }
 
 // NCCL's part of a maximum, say, isn't known to come out the same; others have no parts.
@@ -199,7 +199,7 @@ TEST_F(Hybrid, IsChosenWhereBothTogetherAreFaster) {
       options(stock, DPT_TUNE_FORCE));
   const std::vector<DecisionRow> rows = Decisions::instance().rows();
   ASSERT_EQ(rows.size(), 1);
-  EXPECT_EQ(rows[0].decision.chosen.delegated, 40) << rows[0].decision.reason;
+  EXPECT_EQ(rows[0].decision.chosen->delegated, 40) << rows[0].decision.reason;
 }
 
 TEST_F(Hybrid, WhatTheStockBackendFailsWithEndsTheGroup) {

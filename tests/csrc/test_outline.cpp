@@ -33,7 +33,7 @@ Outline outline_of(Collective collective,
                    const std::vector<int>& sizes,
                    size_t count,
                    DataType dtype = DPT_FLOAT32,
-                   const char* algorithm = "hierarchical") {
+                   AlgorithmName algorithm = AlgorithmName::kHierarchical) {
   const NodeRun run{algorithm, collective, dtype, 0, count, 512 * kKiB};
   const std::vector<Outline> found = outline(run, nodes_of(sizes));
   EXPECT_EQ(found.size(), 1u);
@@ -62,7 +62,7 @@ TEST(Outline, OfOneRankPerNodeHasNoPhaseWithinNodes) {
   for (const Collective collective :
        {DPT_ALL_REDUCE, DPT_REDUCE, DPT_REDUCE_SCATTER, DPT_BROADCAST, DPT_ALL_GATHER}) {
     EXPECT_THAT(places(outline_of(collective, {1, 1, 1}, 100 * kKiB)), ElementsAre(kBetween));
-    const char* small = "node_one_shot";
+    const AlgorithmName small = AlgorithmName::kNodeOneShot;
     EXPECT_THAT(places(outline_of(collective, {1, 1}, 100, DPT_FLOAT32, small)),
                 ElementsAre(kBetween));
   }
@@ -98,13 +98,15 @@ TEST(Outline, NamesPartnersWhereNodesDiffer) {
 }
 
 TEST(Outline, OfSmallMessagesNamesTheLeaders) {
-  const Outline found = outline_of(DPT_ALL_GATHER, {2, 3, 1}, 10, DPT_FLOAT32, "node_one_shot");
+  const Outline found =
+      outline_of(DPT_ALL_GATHER, {2, 3, 1}, 10, DPT_FLOAT32, AlgorithmName::kNodeOneShot);
   EXPECT_EQ(found.rails, (Rails{{0, 2, 5}}));
   EXPECT_EQ(found.sent_bytes, 2 * 3 * 40u);
 }
 
 TEST(Outline, IsOnlyOfPlansBetweenNodes) {
-  for (const char* algorithm : {"pipelined", "delegate", "nonsense"}) {
+  for (const AlgorithmName algorithm :
+       {AlgorithmName::kPipelined, AlgorithmName::kDelegate, AlgorithmName::kInStages}) {
     const NodeRun run{algorithm, DPT_ALL_REDUCE, DPT_FLOAT32, 0, 1000, 512 * kKiB};
     EXPECT_TRUE(outline(run, nodes_of({2, 2})).empty());
   }

@@ -219,7 +219,7 @@ TEST(PointToPoint, AreCountedAsTheMailboxs) {
   std::vector<dpt_collective> counted;
   for (const StatisticsRow& row : all_statistics()) {
     if (row.group != "counted messages") continue;
-    EXPECT_EQ(row.algorithm, "mailbox");
+    EXPECT_EQ(row.algorithm, AlgorithmName::kMailbox);
     EXPECT_EQ(row.bytes, 4 * kSmall);
     counted.push_back(row.collective);
   }

@@ -23,8 +23,8 @@ const ProfileKey kKey{"a machine", "1.2.3", {4, true}};
 TimingTable table_with(Collective collective, int bucket, double median_us) {
   TimingTable table;
   table.at(collective, bucket) = {
-      {{known_algorithm("pipelined"), 65536}, median_us, median_us - 1, median_us + 1.5},
-      {{known_algorithm("delegate"), 0}, 1000, 900, 1100}};
+      {{AlgorithmName::kPipelined, 65536}, median_us, median_us - 1, median_us + 1.5},
+      {{AlgorithmName::kDelegate, 0}, 1000, 900, 1100}};
   return table;
 }
 
@@ -44,7 +44,7 @@ TEST(Profile, GivesBackWhatWasPutIn) {
   ASSERT_TRUE(found);
   const Entry& entry = found->at(DPT_BROADCAST, 2);
   ASSERT_EQ(entry.size(), 2);
-  EXPECT_STREQ(entry[0].candidate.algorithm, "pipelined");
+  EXPECT_EQ(entry[0].candidate.algorithm, AlgorithmName::kPipelined);
   EXPECT_EQ(entry[0].candidate.chunk_bytes, 65536);
   EXPECT_DOUBLE_EQ(entry[0].median_us, 123.5);
   EXPECT_DOUBLE_EQ(entry[0].low_us, 122.5);
@@ -93,8 +93,8 @@ TEST(Profile, KeepsGridsOfTheDeviceApartFromTheHosts) {
   const ProfileKey device{"a GPU", "1.2.3", {4, false, 1, "a GPU"}};
   TimingTable table;
   table.at(DPT_ALL_REDUCE, kNumBuckets - 1) = {
-      {{known_algorithm("two_shot"), 4096, 32, 512}, 1234.56, 1230, 1240},
-      {{known_algorithm("delegate")}, 1300, 1290, 1310}};
+      {{AlgorithmName::kTwoShot, 4096, 32, 512}, 1234.56, 1230, 1240},
+      {{AlgorithmName::kDelegate}, 1300, 1290, 1310}};
   std::string text = merge_into_profile("", kKey, table_with(DPT_BROADCAST, 2, 10));
   const std::string host_only = text;
   text = merge_into_profile(text, device, table);
@@ -118,8 +118,8 @@ TEST(Profile, KeepsGridsOfTheDeviceApartFromTheHosts) {
 TEST(Profile, KeepsTheDelegatesPart) {
   const ProfileKey device{"a GPU", "1.2.3", {4, false, 1, "a GPU"}};
   TimingTable table;
-  table.at(DPT_ALL_REDUCE, 3) = {{{known_algorithm("cpu_reduce"), 1 << 20, 3, 4, 40}, 10, 9, 11},
-                                 {{known_algorithm("cpu_reduce"), 1 << 20, 3, 4}, 20, 19, 21}};
+  table.at(DPT_ALL_REDUCE, 3) = {{{AlgorithmName::kCpuReduce, 1 << 20, 3, 4, 40}, 10, 9, 11},
+                                 {{AlgorithmName::kCpuReduce, 1 << 20, 3, 4}, 20, 19, 21}};
   std::string text = merge_into_profile("", device, table);
   const Entry entry = find_in_profile(text, device)->at(DPT_ALL_REDUCE, 3);
   EXPECT_EQ(entry.at(0).candidate.delegated, 40);

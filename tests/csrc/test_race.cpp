@@ -15,9 +15,9 @@ constexpr Pace kPace{.enough_us = 1000,
                      .long_us = 500};
 
 std::vector<Candidate> racers() {
-  return {{known_algorithm("two_shot"), 0, 32, 512},
-          {known_algorithm("two_shot"), 0, 16, 512},
-          {known_algorithm("delegate")}};
+  return {{AlgorithmName::kTwoShot, 0, 32, 512},
+          {AlgorithmName::kTwoShot, 0, 16, 512},
+          {AlgorithmName::kDelegate}};
 }
 
 // The time that each took, and how often each was called.

@@ -15,8 +15,8 @@ using ::testing::HasSubstr;
 constexpr TuningClass kOwnCores{2, false};
 constexpr Limits kAnything{1 << 20, true};
 
-Measurement time_of(const char* algorithm, size_t chunk, double low, double median, double high) {
-  return {{known_algorithm(algorithm), chunk}, median, low, high};
+Measurement time_of(AlgorithmName algorithm, size_t chunk, double low, double median, double high) {
+  return {{algorithm, chunk}, median, low, high};
 }
 
 TEST(Bucket, RangesJoinWithoutGaps) {
@@ -78,35 +78,35 @@ TEST(Bucket, OfTheDeviceGoesOneFurther) {
 }
 
 TEST(Summary, IsTheMedianAndItsQuartiles) {
-  const Measurement odd = summarize({known_algorithm("pipelined"), 64}, {5, 1, 3});
+  const Measurement odd = summarize({AlgorithmName::kPipelined, 64}, {5, 1, 3});
   EXPECT_DOUBLE_EQ(odd.median_us, 3);
   EXPECT_DOUBLE_EQ(odd.low_us, 2);
   EXPECT_DOUBLE_EQ(odd.high_us, 4);
-  const Measurement one = summarize({known_algorithm("pipelined"), 64}, {7});
+  const Measurement one = summarize({AlgorithmName::kPipelined, 64}, {7});
   EXPECT_DOUBLE_EQ(one.low_us, 7);
   EXPECT_DOUBLE_EQ(one.high_us, 7);
 }
 
 TEST(Winner, IsTheFastestNative) {
-  const Entry entry = {time_of("pipelined", 65536, 90, 100, 110),
-                       time_of("pipelined", 131072, 45, 50, 55),
-                       time_of("delegate", 0, 190, 200, 210)};
+  const Entry entry = {time_of(AlgorithmName::kPipelined, 65536, 90, 100, 110),
+                       time_of(AlgorithmName::kPipelined, 131072, 45, 50, 55),
+                       time_of(AlgorithmName::kDelegate, 0, 190, 200, 210)};
   ASSERT_NE(winner(entry, kAnything), nullptr);
   EXPECT_EQ(winner(entry, kAnything)->candidate.chunk_bytes, 131072);
 }
 
 TEST(Winner, OfEqualsIsTheFirst) {
-  const Entry equal = {time_of("pipelined", 65536, 101, 102, 103),
-                       time_of("pipelined", 131072, 99, 100, 100.5)};
+  const Entry equal = {time_of(AlgorithmName::kPipelined, 65536, 101, 102, 103),
+                       time_of(AlgorithmName::kPipelined, 131072, 99, 100, 100.5)};
   EXPECT_EQ(winner(equal, kAnything)->candidate.chunk_bytes, 65536);
-  const Entry noisy = {time_of("pipelined", 65536, 90, 130, 180),
-                       time_of("pipelined", 131072, 80, 100, 110)};
+  const Entry noisy = {time_of(AlgorithmName::kPipelined, 65536, 90, 130, 180),
+                       time_of(AlgorithmName::kPipelined, 131072, 80, 100, 110)};
   EXPECT_EQ(winner(noisy, kAnything)->candidate.chunk_bytes, 65536);
 }
 
 TEST(Winner, FitsTheGroupsChunks) {
-  const Entry entry = {time_of("pipelined", 65536, 90, 100, 110),
-                       time_of("pipelined", 131072, 45, 50, 55)};
+  const Entry entry = {time_of(AlgorithmName::kPipelined, 65536, 90, 100, 110),
+                       time_of(AlgorithmName::kPipelined, 131072, 45, 50, 55)};
   EXPECT_EQ(winner(entry, {65536, true})->candidate.chunk_bytes, 65536);
   EXPECT_EQ(winner(entry, {512, true}), nullptr);
   EXPECT_EQ(winner({}, kAnything), nullptr);
@@ -114,8 +114,8 @@ TEST(Winner, FitsTheGroupsChunks) {
 
 TEST(Winner, IsTheDelegateOnlyBeyondTheNoise) {
   const auto wins = [](double low, double median, double high) {
-    const Entry entry = {time_of("pipelined", 65536, 90, 100, 110),
-                         time_of("delegate", 0, low, median, high)};
+    const Entry entry = {time_of(AlgorithmName::kPipelined, 65536, 90, 100, 110),
+                         time_of(AlgorithmName::kDelegate, 0, low, median, high)};
     return is_delegate(winner(entry, kAnything)->candidate);
   };
   EXPECT_TRUE(wins(70, 80, 85));
@@ -124,19 +124,20 @@ TEST(Winner, IsTheDelegateOnlyBeyondTheNoise) {
 }
 
 TEST(Winner, IsNeverTheDelegateWhereItMayNotCompete) {
-  const Entry entry = {time_of("pipelined", 65536, 90, 100, 110),
-                       time_of("delegate", 0, 9, 10, 11)};
+  const Entry entry = {time_of(AlgorithmName::kPipelined, 65536, 90, 100, 110),
+                       time_of(AlgorithmName::kDelegate, 0, 9, 10, 11)};
   EXPECT_FALSE(is_delegate(winner(entry, {1 << 20, false})->candidate));
 }
 
 Measurement grid_of(int channels, double low, double median, double high) {
-  return {{known_algorithm("two_shot"), 0, channels, 512}, median, low, high};
+  return {{AlgorithmName::kTwoShot, 0, channels, 512}, median, low, high};
 }
 
 TEST(Winner, OnTheDeviceIsNativeOnlyWhereItIsClearlyFaster) {
   constexpr Limits kDevice{1 << 20, true, true};
   const auto native_wins = [&](double low, double median, double high) {
-    const Entry entry = {grid_of(32, low, median, high), time_of("delegate", 0, 99, 100, 101)};
+    const Entry entry = {grid_of(32, low, median, high),
+                         time_of(AlgorithmName::kDelegate, 0, 99, 100, 101)};
     return !is_delegate(winner(entry, kDevice)->candidate);
   };
   EXPECT_TRUE(native_wins(95, 97, 98));
@@ -147,15 +148,15 @@ TEST(Winner, OnTheDeviceIsNativeOnlyWhereItIsClearlyFaster) {
   const auto channels = [&](const Entry& entry) {
     return winner(entry, kDevice)->candidate.channels;
   };
-  EXPECT_EQ(
-      channels(
-          {grid_of(32, 88, 90, 92), grid_of(16, 87, 89, 90), time_of("delegate", 0, 99, 100, 101)}),
-      32);
+  EXPECT_EQ(channels({grid_of(32, 88, 90, 92),
+                      grid_of(16, 87, 89, 90),
+                      time_of(AlgorithmName::kDelegate, 0, 99, 100, 101)}),
+            32);
   EXPECT_EQ(channels({grid_of(32, 96, 98, 99),
                       grid_of(16, 95.5, 96, 97),
-                      time_of("delegate", 0, 99, 100, 101)}),
+                      time_of(AlgorithmName::kDelegate, 0, 99, 100, 101)}),
             16);
-  EXPECT_EQ(winner({grid_of(32, 199, 200, 201), time_of("delegate", 0, 9, 10, 11)},
+  EXPECT_EQ(winner({grid_of(32, 199, 200, 201), time_of(AlgorithmName::kDelegate, 0, 9, 10, 11)},
                    {1 << 20, false, true})
                 ->candidate.channels,
             32);
@@ -165,27 +166,29 @@ TEST(Decide, OnTheDeviceNamesTheGrid) {
   constexpr Limits kDevice{1 << 20, true, true};
   EXPECT_EQ(decide({grid_of(16, 9, 10, 11)}, kDevice, "measured").reason,
             "fastest measured, 16 x 512 threads");
-  EXPECT_EQ(decide({grid_of(16, 9, 10, 11), time_of("delegate", 0, 9, 10, 11)}, kDevice, "measured")
+  EXPECT_EQ(decide({grid_of(16, 9, 10, 11), time_of(AlgorithmName::kDelegate, 0, 9, 10, 11)},
+                   kDevice,
+                   "measured")
                 .reason,
             "native is not clearly faster, measured");
 }
 
 TEST(Decide, SaysWhatWonAndWhereThatIsKnownFrom) {
-  Entry entry = {time_of("pipelined", 65536, 90, 100, 110)};
+  Entry entry = {time_of(AlgorithmName::kPipelined, 65536, 90, 100, 110)};
   const Decision native = decide(entry, kAnything, "measured");
-  EXPECT_STREQ(native.chosen.algorithm, "pipelined");
+  EXPECT_EQ(native.chosen->algorithm, AlgorithmName::kPipelined);
   EXPECT_EQ(native.reason, "fastest measured, chunks of 64 KiB");
-  entry.push_back(time_of("delegate", 0, 9, 10, 11));
+  entry.push_back(time_of(AlgorithmName::kDelegate, 0, 9, 10, 11));
   const Decision delegated = decide(entry, kAnything, "in the profile");
-  EXPECT_STREQ(delegated.chosen.algorithm, "delegate");
+  EXPECT_EQ(delegated.chosen->algorithm, AlgorithmName::kDelegate);
   EXPECT_THAT(delegated.reason, HasSubstr("faster than native, in the profile"));
-  EXPECT_EQ(decide({}, kAnything, "measured").chosen.algorithm, nullptr);
+  EXPECT_FALSE(decide({}, kAnything, "measured").chosen.has_value());
 }
 
 TEST(Table, FindsTheNearestMeasurement) {
   TimingTable table;
   EXPECT_EQ(table.nearest(DPT_ALL_REDUCE, 3), std::nullopt);
-  table.at(DPT_ALL_REDUCE, 0) = {time_of("pipelined", 65536, 1, 1, 1)};
+  table.at(DPT_ALL_REDUCE, 0) = {time_of(AlgorithmName::kPipelined, 65536, 1, 1, 1)};
   EXPECT_EQ(table.nearest(DPT_ALL_REDUCE, 3), 0);
   table.at(DPT_ALL_REDUCE, 4) = table.at(DPT_ALL_REDUCE, 2) = table.at(DPT_ALL_REDUCE, 0);
   EXPECT_EQ(table.nearest(DPT_ALL_REDUCE, 3), 4);
