@@ -192,7 +192,8 @@ class Scaled(torch.nn.Module):
 def one_rank_is_wrong(
     rank: int, world_size: int, mode: str, folder: Path
 ) -> tuple[dict[str, str], str, float]:
-    config.set_current(Options(profile=str(folder / "profile.json"), log="error"))
+    # One that is done may not tell the other by a profile.
+    config.set_current(Options(profile=str(folder / f"{rank}.json"), log="error"))
     model, copied = Scaled(), Scaled()
 
     def run() -> torch.Tensor:
