@@ -112,12 +112,12 @@ class GraphTrial:
 
         One rank of several goes on by what all have decided.
         """
-        return self.is_settled and self._on and not self._has_failed()
+        return self.is_settled and self._on and self._failure() is None
 
-    def _has_failed(self) -> bool:
-        """Whether passes can't be replayed any more, where this rank can tell by itself."""
+    def _failure(self) -> str | None:
+        """Why passes can't be replayed any more; None also where all ranks have to be asked."""
         failure = None if self._capture is None else self._capture.failure
-        return failure is not None and self._ranks(self._what).size == 1
+        return failure if failure is not None and self._ranks(self._what).size == 1 else None
 
     @property
     def num_captured(self) -> int:
@@ -176,8 +176,8 @@ class GraphTrial:
         measured = self._number - CAPTURING_STEPS
         if self._number == 0:
             self._begin()
-        elif self._capture is not None and self._capture.failure is not None and self._has_failed():
-            self._fail(self._capture.failure)
+        elif (failure := self._failure()) is not None:
+            self._fail(failure)
         elif turns.is_look(measured):
             self._look(is_last=turns.is_last_look(measured))
 

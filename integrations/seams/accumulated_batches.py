@@ -61,9 +61,10 @@ class _Loop:
         if accelerator is None or self.draws:
             return 1
         steps: int = accelerator.gradient_state.num_steps
-        is_new = accelerator.step % steps == 0
+        if accelerator.step % steps:
+            return 1  # the step has begun
         most = _most_ahead(shard, number)
-        return max(1, steps if most is None else min(steps, most)) if is_new else 1
+        return steps if most is None else max(1, min(steps, most))
 
     def expect(self, batches: list[Any]) -> None:
         """All micro-batches of a step are there."""

@@ -13,8 +13,7 @@ namespace {
 
 constexpr int64_t kTimeoutMs = 20000;
 
-// What a test measures must not depend on how fast the machine is, so the tuner's budget of real
-// time is out of reach.
+// Tests must find the same on a slow machine, so the tuner's budget of real time is out of reach.
 constexpr double kBudgetUs = 1e9;
 const bool budget_is_lifted = [] {
   Decisions::instance().set_budget_us(kBudgetUs);

@@ -1,4 +1,4 @@
-"""Which passes are replayed, and which are not: a graph is a function that is called again."""
+"""Some passes are replayed, others are not: a graph is a function that is called again."""
 
 from __future__ import annotations
 

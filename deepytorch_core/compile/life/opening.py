@@ -70,7 +70,7 @@ class Opening(AskingPhase):
             self._ask_pace()
 
     def _begin(self) -> None:
-        """What is known already needs no measuring."""
+        """Ask the profile: nothing is measured that it knows."""
         state, subject = self._state, self._state.subject
         state.kept.look_at(subject.root, subject.device)
         own = state.kept.find(subject.ranks().size), self._is_unknown()

@@ -18,13 +18,7 @@ _CODE = "compiled code"  # that wants few sizes
 class Subject:
     """One model, the same for all phases.
 
-    Args:
-        model: the user's.
-        policy: "auto" or a policy's name.
-        budget_s: seconds of compiling for each region.
-        steps: how many training steps the run has, if known.
-        is_patient: see `Compilation`.
-        group: the ProcessGroup whose ranks train the model together; None: the default one's.
+    Its arguments are those of `Compilation`.
     """
 
     def __init__(
