@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from deepytorch_core.base import config
 from deepytorch_core.testing import emulation, worker
 
@@ -40,7 +42,8 @@ _SHIFT_BYTES = 1 << 28
 # The second binds today's default group to its functions when it is imported: there is none here.
 _PRELOAD = ("torch.distributed", "torch.distributed.nn.functional")
 # The workers' side of test modules imports these, if the test process has them. Slow ones are only
-# for workers like most, whose nursery serves many.
+# for workers like most, whose nursery serves many, and where there is no GPU: some look at it when
+# they are imported, and what has been looked at is of no use to a fork.
 _OFTEN = ("numpy", "pytest", "hypothesis")
 _SLOW = (
     "torch.distributed.fsdp",
@@ -62,7 +65,7 @@ class Nursery:
 
     def __init__(self, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        known = _OFTEN if env else (*_OFTEN, *_SLOW)
+        known = _OFTEN if env or torch.cuda.is_available() else (*_OFTEN, *_SLOW)
         preload = [name for name in known if name in sys.modules]
         arguments = json.dumps([theirs.fileno(), sys.path, [*_PRELOAD, *preload, *more]])
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}

@@ -60,9 +60,41 @@ def test_a_mask_of_ones_that_a_decoder_makes_is_not_looked_at(is_masked: bool) -
     assert loss == expected
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "whole"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_is_applied_without_a_look_whether_it_is_causal(kind: str, is_causal: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"nhead": 2, "dim_feedforward": 8, "dropout": 0.0, "batch_first": True}
+    model: Any = torch.nn.Transformer(8, num_encoder_layers=1, num_decoder_layers=1, **sizes)
+    x, mask = torch.randn(2, 5, 8), torch.nn.Transformer.generate_square_subsequent_mask(5)
+    if not is_causal:
+        mask = mask.T.contiguous()
+    inputs: tuple[Any, ...] = (x, x, mask, mask)
+    if kind == "encoder":
+        model, inputs = model.encoder, (x, mask)
+    elif kind == "decoder":
+        model, inputs = model.decoder, (x, x, mask)
+    with Looks() as stock:
+        expected = model(*inputs)
+    with Looks() as ours:
+        found = fixes.applied(model, model.forward)(*inputs)
+    assert (ours.count, stock.count) == (0, 2 if kind == "whole" else 1)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_hint_that_a_mask_is_causal_is_followed() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0)
+    model = torch.nn.TransformerEncoder(layer, 1)
+    x, mask = torch.randn(5, 2, 8), torch.zeros(5, 5)  # the hint wins over it in torch
+    expected = model(x, mask, is_causal=True)
+    found = fixes.applied(model, model.forward)(x, mask, is_causal=True)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, model(x, mask))
+
+
 def test_a_fix_of_ones_own_is_open_during_captured_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = fixes.names()
-    assert len(known) == 4
+    assert len(known) == 5
     monkeypatch.setattr(fixes, "_table", {})
     seen: list[Any] = []
 
