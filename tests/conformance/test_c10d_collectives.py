@@ -198,15 +198,15 @@ def reduce_scatter_of_parts_that_differ(group: Group, rank: int, size: int) -> A
 
 def what_autograd_hears_of(group: Group, rank: int, size: int) -> Any:
     """Whether outputs count as written to: a graph that has saved one may not use it then."""
-    one, all_of_them = torch.ones(3), torch.ones(3 * size)
+    share, all_of_them = torch.ones(3), torch.ones(3 * size)
     parts = [torch.ones(3) for _ in range(size)]
     calls: list[tuple[list[torch.Tensor], Callable[[], object]]] = [
-        ([all_of_them], lambda: dist.all_gather_into_tensor(all_of_them, one, group=group)),
-        (parts, lambda: dist.all_gather(parts, one, group=group)),
-        ([one], lambda: dist.reduce_scatter(one, parts, group=group)),
-        ([one], lambda: dist.reduce_scatter_tensor(one, all_of_them, group=group)),
-        ([one], lambda: dist.all_reduce(one, group=group)),
-        ([one], lambda: dist.broadcast(one, 0, group=group)),
+        ([all_of_them], lambda: dist.all_gather_into_tensor(all_of_them, share, group=group)),
+        (parts, lambda: dist.all_gather(parts, share, group=group)),
+        ([share], lambda: dist.reduce_scatter(share, parts, group=group)),
+        ([share], lambda: dist.reduce_scatter_tensor(share, all_of_them, group=group)),
+        ([share], lambda: dist.all_reduce(share, group=group)),
+        ([share], lambda: dist.broadcast(share, 0, group=group)),
     ]
     heard = []
     for outputs, call in calls:

@@ -67,26 +67,26 @@ def call(ask: Ask, rank: int, buffers: Buffers, asynchronous: bool) -> dist.Work
     def parts() -> list[torch.Tensor]:
         return [buffers(length, dtype) for length in lengths]
 
-    def one() -> torch.Tensor:
+    def part() -> torch.Tensor:
         return buffers(count, dtype)
 
     is_root = rank == root
     options: dict[str, Any] = {"async_op": asynchronous}
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(one(), ask.reduce_op, **options),
-        "reduce": lambda: dist.reduce(one(), root, ask.reduce_op, **options),
-        "broadcast": lambda: dist.broadcast(one(), root, **options),
-        "all_gather": lambda: dist.all_gather(parts(), one(), **options),
+        "all_reduce": lambda: dist.all_reduce(part(), ask.reduce_op, **options),
+        "reduce": lambda: dist.reduce(part(), root, ask.reduce_op, **options),
+        "broadcast": lambda: dist.broadcast(part(), root, **options),
+        "all_gather": lambda: dist.all_gather(parts(), part(), **options),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(
-            buffers(count * size, dtype), one(), **options
+            buffers(count * size, dtype), part(), **options
         ),
-        "reduce_scatter": lambda: dist.reduce_scatter(one(), parts(), ask.reduce_op, **options),
+        "reduce_scatter": lambda: dist.reduce_scatter(part(), parts(), ask.reduce_op, **options),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(
-            one(), buffers(count * size, dtype), ask.reduce_op, **options
+            part(), buffers(count * size, dtype), ask.reduce_op, **options
         ),
-        "gather": lambda: dist.gather(one(), parts() if is_root else None, root, **options),
-        "scatter": lambda: dist.scatter(one(), parts() if is_root else None, root, **options),
-        "all_to_all": lambda: dist.all_to_all(parts(), [one() for _ in range(size)], **options),
+        "gather": lambda: dist.gather(part(), parts() if is_root else None, root, **options),
+        "scatter": lambda: dist.scatter(part(), parts() if is_root else None, root, **options),
+        "all_to_all": lambda: dist.all_to_all(parts(), [part() for _ in range(size)], **options),
         "all_to_all_single": lambda: dist.all_to_all_single(
             buffers(sum(lengths), dtype),
             buffers(count * size, dtype),

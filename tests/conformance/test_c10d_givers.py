@@ -139,8 +139,8 @@ def gives(rank: int, world_size: int, cases: list[str]) -> None:
                     found = case(ours, mine, asynchronous)
                     assert mine._version == version, label
                     assert torch.equal(mine, dense), label
-                    for one, other in zip(found, expected, strict=True):
-                        assert torch.equal(one, other), label
+                    for result, other in zip(found, expected, strict=True):
+                        assert torch.equal(result, other), label
 
 
 def test_givers_keep_their_memory() -> None:
@@ -161,22 +161,22 @@ def versions(group: Group) -> list[int]:
         return torch.ones(5, rows).t()
 
     size, is_root = group.size(), group.rank() == 0
-    one, whole, dense = transposed(3), transposed(3 * size), [torch.ones(3, 5)] * size
+    share, whole, dense = transposed(3), transposed(3 * size), [torch.ones(3, 5)] * size
     parts = [transposed(3) for _ in range(size)]
     calls: list[Callable[[], object]] = [
-        lambda: dist.all_reduce(one, group=group),
-        lambda: dist.broadcast(one, group=group, group_src=0),
-        lambda: dist.reduce(one, group=group, group_dst=0),
-        lambda: dist.scatter(one, parts if is_root else None, group=group, group_src=0),
-        lambda: dist.gather(one, parts if is_root else None, group=group, group_dst=0),
-        lambda: dist.all_gather(parts, one, group=group),
-        lambda: dist.reduce_scatter(one, parts, group=group),
-        lambda: dist.reduce_scatter_tensor(one, whole, group=group),
+        lambda: dist.all_reduce(share, group=group),
+        lambda: dist.broadcast(share, group=group, group_src=0),
+        lambda: dist.reduce(share, group=group, group_dst=0),
+        lambda: dist.scatter(share, parts if is_root else None, group=group, group_src=0),
+        lambda: dist.gather(share, parts if is_root else None, group=group, group_dst=0),
+        lambda: dist.all_gather(parts, share, group=group),
+        lambda: dist.reduce_scatter(share, parts, group=group),
+        lambda: dist.reduce_scatter_tensor(share, whole, group=group),
         lambda: dist.all_to_all(parts, dense, group=group),
     ]
     counted = []
     for call in calls:
-        tensors = [one, whole, *parts]
+        tensors = [share, whole, *parts]
         before = [tensor._version for tensor in tensors]
         call()
         counted += [tensor._version - then for tensor, then in zip(tensors, before, strict=True)]

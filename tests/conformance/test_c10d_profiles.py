@@ -12,26 +12,26 @@ from deepytorch_core.testing import spawn_ranks
 
 def events(group: dist.ProcessGroup, rank: int, size: int) -> list[list[str]]:
     """Names without the backend's, and shapes, of what a profile shows of some operations."""
-    one, two, parts = torch.ones(3), torch.ones(2, 4), [torch.ones(3) for _ in range(size)]
+    vector, matrix, parts = torch.ones(3), torch.ones(2, 4), [torch.ones(3) for _ in range(size)]
     whole, lists = torch.ones(size, 3), [[torch.ones(3), torch.ones(2, 4)] for _ in range(size)]
     mine = rank == 0
     with torch.autograd.profiler.profile(record_shapes=True) as profile, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        dist.all_reduce(one, group=group)
-        dist.all_reduce_coalesced([one, two], group=group)
-        dist.all_gather_coalesced(lists, [one, two], group=group)
-        dist.all_gather(parts, one, group=group)
-        dist.broadcast(two, group=group, group_src=0)
-        dist.reduce(two, group=group, group_dst=0)
-        dist.gather(one, parts if mine else None, group=group, group_dst=0)
-        dist.scatter(one, parts if mine else None, group=group, group_src=0)
+        dist.all_reduce(vector, group=group)
+        dist.all_reduce_coalesced([vector, matrix], group=group)
+        dist.all_gather_coalesced(lists, [vector, matrix], group=group)
+        dist.all_gather(parts, vector, group=group)
+        dist.broadcast(matrix, group=group, group_src=0)
+        dist.reduce(matrix, group=group, group_dst=0)
+        dist.gather(vector, parts if mine else None, group=group, group_dst=0)
+        dist.scatter(vector, parts if mine else None, group=group, group_src=0)
         dist.all_to_all_single(torch.ones(size, 3), whole, group=group)
         dist.barrier(group=group)
         if mine:
             for _ in range(1, size):
-                dist.recv(one, group=group)
+                dist.recv(vector, group=group)
         else:
-            dist.send(one, group=group, group_dst=0)
+            dist.send(vector, group=group, group_dst=0)
     prefix = dist.get_backend(group) + ":"
     shown = [event for event in profile.function_events if event.name.startswith(prefix)]
     assert all(event.is_async for event in shown)

@@ -199,7 +199,7 @@ def start(
         for peer in range(size)
     ]
 
-    def one(value: torch.Tensor) -> torch.Tensor:
+    def tensor_of(value: torch.Tensor) -> torch.Tensor:
         return tensors.filled(value)
 
     def outputs(values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -208,12 +208,12 @@ def start(
     results: Results = []
 
     def all_reduce() -> Any:
-        tensor = one(parts[rank][0])
+        tensor = tensor_of(parts[rank][0])
         results.append((tensor, world.reduced(0)))
         return dist.all_reduce(tensor, **reducing, **options)
 
     def reduce() -> Any:
-        tensor = one(parts[rank][0])
+        tensor = tensor_of(parts[rank][0])
         if is_root:
             results.append((tensor, world.reduced(0)))
         return dist.reduce(tensor, group_dst=root, **reducing, **options)
@@ -221,7 +221,7 @@ def start(
     def reduce_scatter() -> Any:
         (output,) = outputs([parts[rank][rank]])
         results.append((output, world.reduced(rank)))
-        inputs = [one(part) for part in parts[rank]]
+        inputs = [tensor_of(part) for part in parts[rank]]
         results.extend(zip(inputs, parts[rank], strict=True))
         return dist.reduce_scatter(output, inputs, **reducing, **options)
 
@@ -229,19 +229,19 @@ def start(
         (output,) = outputs([parts[rank][rank]])
         results.append((output, world.reduced(rank)))
         whole = joined(parts[rank])
-        source = one(whole)
+        source = tensor_of(whole)
         results.append((source, whole))
         return dist.reduce_scatter_tensor(output, source, **reducing, **options)
 
     def broadcast() -> Any:
-        tensor = one(mine[rank])
+        tensor = tensor_of(mine[rank])
         results.append((tensor, mine[root]))
         return dist.broadcast(tensor, group_src=root, **options)
 
     def all_gather() -> Any:
         gathered = outputs(mine)
         results.extend(zip(gathered, mine, strict=True))
-        source = one(mine[rank])
+        source = tensor_of(mine[rank])
         results.append((source, mine[rank]))
         return dist.all_gather(gathered, source, **options)
 
@@ -249,24 +249,24 @@ def start(
         whole = joined(mine)
         (output,) = outputs([whole])
         results.append((output, whole))
-        return dist.all_gather_into_tensor(output, one(mine[rank]), **options)
+        return dist.all_gather_into_tensor(output, tensor_of(mine[rank]), **options)
 
     def gather() -> Any:
         gathered = outputs(mine) if is_root else None
         results.extend(zip(gathered or [], mine, strict=False))
-        return dist.gather(one(mine[rank]), gathered, group_dst=root, **options)
+        return dist.gather(tensor_of(mine[rank]), gathered, group_dst=root, **options)
 
     def scatter() -> Any:
         (output,) = outputs([parts[root][rank]])
         results.append((output, parts[root][rank]))
-        inputs = [one(part) for part in parts[root]] if is_root else None
+        inputs = [tensor_of(part) for part in parts[root]] if is_root else None
         return dist.scatter(output, inputs, group_src=root, **options)
 
     def all_to_all() -> Any:
         incoming = [parts[peer][rank] for peer in range(size)]
         received = outputs(incoming)
         results.extend(zip(received, incoming, strict=True))
-        return dist.all_to_all(received, [one(part) for part in parts[rank]], **options)
+        return dist.all_to_all(received, [tensor_of(part) for part in parts[rank]], **options)
 
     def all_to_all_single() -> Any:
         incoming = [parts[peer][rank] for peer in range(size)]
@@ -277,7 +277,7 @@ def start(
         if step.lengths is not None:
             splits = [[len(part) for part in side] for side in (incoming, parts[rank])]
         # Every backend refuses an input that is not contiguous.
-        whole_input = one(torch.cat(parts[rank])).contiguous()
+        whole_input = tensor_of(torch.cat(parts[rank])).contiguous()
         return dist.all_to_all_single(output, whole_input, *splits, **options)
 
     calls: dict[str, Callable[[], Any]] = {

@@ -87,7 +87,9 @@ def collectives_are_right(rank: int, world_size: int, count: int, placed: bool) 
 
         exchanged = blank(count * world_size, placed=outside)
         dist.all_to_all_single(exchanged, whole)
-        assert torch.equal(exchanged, torch.cat([one[rank * count :][:count] for one in sent]))
+        assert torch.equal(
+            exchanged, torch.cat([values[rank * count :][:count] for values in sent])
+        )
 
     tensor = numbers(count, rank, placed=placed)
     dist.broadcast(tensor, src=world_size - 1)

@@ -78,11 +78,11 @@ def _backends(fake: ModuleType) -> tuple[Any, Any]:
 
 
 def _each_operation(ours: Any, fake: ModuleType, elements: int) -> None:
-    one = fake.tensor_on_gpu(elements)
+    tensor = fake.tensor_on_gpu(elements)
     whole = fake.tensor_on_gpu(RANKS * elements)
-    ours.allreduce([one], AllreduceOptions())
-    ours._allgather_base(whole, one, AllgatherOptions())
-    ours._reduce_scatter_base(one, whole, ReduceScatterOptions())
+    ours.allreduce([tensor], AllreduceOptions())
+    ours._allgather_base(whole, tensor, AllgatherOptions())
+    ours._reduce_scatter_base(tensor, whole, ReduceScatterOptions())
 
 
 def _counted() -> list[tuple[str, str, int]]:
@@ -102,16 +102,16 @@ def fail_at_once(rank: int, world_size: int, path: str) -> tuple[list[str], int]
     """Return what is raised while the stock backend fails, the first and the second time."""
     fake = _load(path)
     stock, ours = _backends(fake)
-    one = fake.tensor_on_gpu(1000)
-    ours.allreduce([one], AllreduceOptions())
+    tensor = fake.tensor_on_gpu(1000)
+    ours.allreduce([tensor], AllreduceOptions())
     stock.failure = "NCCL is out of memory"
     raised = []
     for _ in range(2):
         with pytest.raises(dist.DistBackendError) as failed:
-            ours.allreduce([one], AllreduceOptions())
+            ours.allreduce([tensor], AllreduceOptions())
         raised.append(str(failed.value))
     stock.failure = ""
-    ours.allreduce([one], AllreduceOptions())
+    ours.allreduce([tensor], AllreduceOptions())
     return raised, adapter.load().failures()
 
 
@@ -157,12 +157,12 @@ def call_with_gil(rank: int, world_size: int, path: str) -> tuple[int, int]:
 def abort_between(rank: int, world_size: int, path: str) -> tuple[str, int]:
     fake = _load(path)
     stock, ours = _backends(fake)
-    one = fake.tensor_on_gpu(1000)
+    tensor = fake.tensor_on_gpu(1000)
     for _ in range(2):
-        ours.allreduce([one], AllreduceOptions())
+        ours.allreduce([tensor], AllreduceOptions())
     ours.abort()
     with pytest.raises(RuntimeError) as failed:
-        ours.allreduce([one], AllreduceOptions())
+        ours.allreduce([tensor], AllreduceOptions())
     return str(failed.value), stock.calls
 
 

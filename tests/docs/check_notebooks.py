@@ -55,7 +55,7 @@ def write(path: Path) -> None:
         cell.metadata.clear()
         if cell.cell_type == "code":
             # Warnings are of versions, not of the subject.
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = [shown for shown in cell.outputs if shown.get("name") != "stderr"]
         for output in cell.get("outputs", []):
             if "text" in output:
                 text = output["text"].replace(folder, "...")
@@ -68,6 +68,6 @@ def write(path: Path) -> None:
 
 if __name__ == "__main__":
     chosen = set(sys.argv[1:])
-    for one in NOTEBOOKS:
-        if not chosen or one.stem in chosen:
-            write(one)
+    for file in NOTEBOOKS:
+        if not chosen or file.stem in chosen:
+            write(file)

@@ -158,16 +158,16 @@ def check(value: Any, fields: Any, place: str) -> None:
     if isinstance(fields, dict):
         assert isinstance(value, dict), f"{place}: expected a mapping"
         known = {name.rstrip("!"): kind for name, kind in fields.items()}
-        for name, one in value.items():
+        for name, item in value.items():
             kind = known.get(name, known.get("*"))
             assert kind is not None, f"{place}: there is no field {name}"
-            check(one, kind, f"{place}.{name}")
+            check(item, kind, f"{place}.{name}")
         missing = {name[:-1] for name in fields if name.endswith("!")} - value.keys()
         assert not missing, f"{place}: {sorted(missing)} must be there"
     elif isinstance(fields, list):
         assert isinstance(value, list), f"{place}: expected a list"
-        for number, one in enumerate(value):
-            check(one, fields[0], f"{place}[{number}]")
+        for number, item in enumerate(value):
+            check(item, fields[0], f"{place}[{number}]")
     else:
         is_good = isinstance(value, fields) and (fields is bool or not isinstance(value, bool))
         assert is_good, f"{place}: {value!r} is of another type"

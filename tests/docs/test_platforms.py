@@ -37,7 +37,7 @@ for node in $(seq 0 $((SLURM_NNODES - 1))); do
     SLURM_STEP_TASKS_PER_NODE="1(x$SLURM_NNODES)" "$@" &
   started+=($!)
 done
-for one in "${started[@]}"; do wait "$one" || status=$?; done
+for pid in "${started[@]}"; do wait "$pid" || status=$?; done
 exit "${status:-0}"
 """
 
@@ -138,9 +138,9 @@ def test_every_file_is_on_a_page() -> None:
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "rayjob.yaml"])
 def test_objects_of_kubernetes_have_fields_that_exist(name: str) -> None:
-    for one in documents(name):
-        fields = platform_fields.OBJECTS[one["apiVersion"], one["kind"]]
-        platform_fields.check(one, fields, one["kind"])
+    for document in documents(name):
+        fields = platform_fields.OBJECTS[document["apiVersion"], document["kind"]]
+        platform_fields.check(document, fields, document["kind"])
 
 
 def test_a_field_that_does_not_exist_is_found() -> None:

@@ -123,14 +123,14 @@ def test_a_job_that_loses_a_node_goes_on_with_the_other(tmp_path: Path) -> None:
     stores = [rendezvous(), rendezvous()]
     with agent(script, whole, stores[0].port, "1") as only:
         assert only.wait(LIMIT_S) == 0, said(whole)
-    with agent(script, broken, stores[1].port, "1:2") as one:
+    with agent(script, broken, stores[1].port, "1:2") as survivor:
         with agent(script, broken, stores[1].port, "1:2"):
             limit = time.monotonic() + LIMIT_S
             while len(rows(broken)) < 4:
                 assert time.monotonic() < limit, said(broken)
-                assert one.poll() is None, said(broken)
+                assert survivor.poll() is None, said(broken)
                 time.sleep(0.1)
-        assert one.wait(LIMIT_S) == 0, said(broken)
+        assert survivor.wait(LIMIT_S) == 0, said(broken)
     found = {int(step): (int(size), loss, native) for step, size, loss, native in rows(broken)}
     sizes = [found[step][0] for step in range(STEPS)]
     assert sizes[0] == 4

@@ -227,7 +227,7 @@ def cases(patterns: list[str]) -> Iterator[tuple[str, Fault]]:
     for fault in FAULTS:
         for framework in fault.frameworks or FRAMEWORKS:
             name = f"{framework} | {fault.name}"
-            if not patterns or any(fnmatch.fnmatch(name, one) for one in patterns):
+            if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                 yield framework, fault
 
 
@@ -280,7 +280,7 @@ def _culprit(fault: Fault) -> int:
 def _slowest() -> list[int]:
     import deepytorch
 
-    return [one.slowest for one in deepytorch.report().waiting]
+    return [row.slowest for row in deepytorch.report().waiting]
 
 
 def run(framework: str, fault: Fault) -> dict[str, Any]:

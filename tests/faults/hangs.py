@@ -286,7 +286,7 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sources.append(in_scripts_of_others(hows, chance))
     chosen = [next(sources[number % len(sources)]) for number in range(options.count)]
 
-    def one(case: tuple[str, Callable[[], dict[str, Any]]]) -> dict[str, Any] | None:
+    def planted(case: tuple[str, Callable[[], dict[str, Any]]]) -> dict[str, Any] | None:
         name, plant = case
         if time.monotonic() > deadline:
             return None
@@ -301,7 +301,7 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return None
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        for future in as_completed([pool.submit(one, case) for case in chosen]):
+        for future in as_completed([pool.submit(planted, case) for case in chosen]):
             result = future.result()
             if result is not None:
                 yield result

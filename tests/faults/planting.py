@@ -75,7 +75,7 @@ def await_files(files: list[Path], folder: Path, processes: list[subprocess.Pope
     """Returns when all `files` are written; raises NotReadyError if that takes too long."""
     deadline = time.monotonic() + _START_LIMIT_S
     while not all(file.exists() and file.read_text() for file in files):
-        if time.monotonic() > deadline or any(one.poll() is not None for one in processes):
+        if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
             missing = [file.name for file in files if not file.exists()]
             raise NotReadyError(
                 f"the script did not come to where it makes {missing}:\n{logs(folder)}"

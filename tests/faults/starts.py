@@ -93,13 +93,13 @@ def start(ranks: int, how: str, limit_s: float) -> Started:
             process = context.Process(target=rank_of, args=(job, rank, ranks, port, limit_s))
             process.start()
             processes.append(process)
-        while any(one.is_alive() for one in processes) and time.monotonic() - began < limit_s:
+        while any(child.is_alive() for child in processes) and time.monotonic() - began < limit_s:
             time.sleep(_POLL_S)
         took_s = time.monotonic() - began
-        codes = [one.exitcode for one in processes]
-        for one in processes:
-            one.kill()
-            one.join()
+        codes = [child.exitcode for child in processes]
+        for child in processes:
+            child.kill()
+            child.join()
         logs = "\n".join(f"-- {log.name}\n{log.read_text()}" for log in sorted(job.glob("log*")))
         trouble = "" if set(codes) == {0} else f"exit codes {codes}\n{logs}"
     return Started(ranks, took_s, trouble)

@@ -44,8 +44,8 @@ def _as(user: int, act: Callable[[], None]) -> multiprocessing.Process:
 def _folder(place: Path, owner: int, content: bytes) -> Path:
     place.mkdir(mode=0o755)
     (place / _NAME).write_bytes(content)
-    for one in (place / _NAME, place):
-        os.chown(one, owner, owner)
+    for path in (place / _NAME, place):
+        os.chown(path, owner, owner)
     return place
 
 

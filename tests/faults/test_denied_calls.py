@@ -16,7 +16,7 @@ OWN = ("eventfd2", "getrandom", "memfd_create", "pidfd_open", "fallocate", "prct
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[pytest.mark.extended] if one != OWN[0] else []) for one in OWN],
+    [pytest.param(call, marks=[pytest.mark.extended] if call != OWN[0] else []) for call in OWN],
 )
 def test_a_job_trains_without_a_call(name: str, tmp_path: Path) -> None:
     has_trained, said = denied_calls.run("ours", name, tmp_path)

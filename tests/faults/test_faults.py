@@ -294,8 +294,8 @@ def test_the_page_is_made_of_several_machines() -> None:
     assert "ends 3.0 s |" not in page.render([{**absent, **ran}])
     soak = {"bench": "soak", "operations": {"a": 900, "b": 1100}, "cycles": 9, "failures": []}
     hangs = [{"plant": "loop", "how": "delegated", "device": "cuda", "right": r} for r in (1, 0)]
-    hangs += [{**one, "script": "hung.py"} for one in hangs[:1]]
-    hangs += [{**one, "script": "package/hung.py"} for one in hangs[:1]]
+    hangs += [{**hang, "script": "hung.py"} for hang in hangs[:1]]
+    hangs += [{**hang, "script": "package/hung.py"} for hang in hangs[:1]]
     cost = {"ratio": 1.004, "ratio_quartiles": [0.99, 1.02], "bytes": 256, "time_us": 9.5}
     others = [soak | ran, *hangs, {"bench": "flight record", **cost}]
     text = page.render([{**ended, **ran}, *others])

@@ -59,7 +59,9 @@ def test_an_edit_knows_its_line(edit: third_party.Edit) -> None:
     found = places(SOURCE, edit.at)
     text = edited(SOURCE, edit, random.Random(edit.name).sample(found, 2))
     lines = text.splitlines()
-    numbers = [int(one) for one in re.findall(r"^ +if plant\.due\((\d+)\):$", text, re.MULTILINE)]
+    numbers = [
+        int(digits) for digits in re.findall(r"^ +if plant\.due\((\d+)\):$", text, re.MULTILINE)
+    ]
     assert len(numbers) == 2
     for number in numbers:
         assert f"plant.due({number})" in lines[number - 2]

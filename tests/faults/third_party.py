@@ -419,7 +419,7 @@ def _await_plant(folder: Path, processes: list[subprocess.Popen[bytes]]) -> bool
     while not planted.exists():
         if passed.exists():
             return False
-        if time.monotonic() > deadline or any(one.poll() is not None for one in processes):
+        if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
             raise NotReadyError(f"the script came to no edited line:\n{logs(folder)}")
         time.sleep(0.05)
     return True
@@ -452,7 +452,7 @@ def _verdict(
 
 def _await_ends(processes: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + _ENDING_LIMIT_S
-    while any(one.poll() is None for one in processes) and time.monotonic() < deadline:
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

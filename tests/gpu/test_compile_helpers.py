@@ -63,8 +63,10 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
     if world_size > 1:
-        stock, model = (DistributedDataParallel(one, device_ids=[rank]) for one in (stock, model))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (stock, model)]
+        stock, model = (
+            DistributedDataParallel(network, device_ids=[rank]) for network in (stock, model)
+        )
+    optimizers = [torch.optim.SGD(network.parameters(), lr=1e-2) for network in (stock, model)]
     counters.clear()
     losses: tuple[list[float], list[float]] = ([], [])
     num_waited = 0
@@ -72,9 +74,9 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         generator = torch.Generator("cuda").manual_seed(2 * len(losses[0]) + rank)
         x = torch.randn(4, 3, 16, 16, device="cuda", generator=generator)
         x = x.to(memory_format=torch.channels_last)
-        for kept, one, optimizer in zip(losses, (stock, model), optimizers, strict=True):
+        for kept, network, optimizer in zip(losses, (stock, model), optimizers, strict=True):
             with torch.autocast("cuda", torch.bfloat16):
-                loss = one(x).float().square().mean()
+                loss = network(x).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -86,7 +88,7 @@ def train(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "waited": num_waited,
         "misses": counters["aot_autograd"]["autograd_cache_miss"],
         "hits": counters["aot_autograd"]["autograd_cache_hit"],
-        "decided": [(one["what"], one["chosen"]) for one in decisions.made()],
+        "decided": [(decision["what"], decision["chosen"]) for decision in decisions.made()],
     }
 
 

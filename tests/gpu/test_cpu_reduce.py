@@ -109,8 +109,8 @@ def _lists(rank: int, world_size: int) -> None:
     count = (4 << 20) + 3  # PyTorch's allocator gives each such tensor memory of its own
     inputs = rank_inputs(count, world_size, torch.float32, device)
     parts = sorted((torch.empty_like(each) for each in inputs), key=torch.Tensor.data_ptr)
-    one = torch.empty(count * world_size, device=device)
-    layouts = {"upwards": parts, "downwards": parts[::-1], "views": list(one.chunk(world_size))}
+    buffer = torch.empty(count * world_size, device=device)
+    layouts = {"upwards": parts, "downwards": parts[::-1], "views": list(buffer.chunk(world_size))}
     for turn, (layout, places) in enumerate(layouts.items(), 1):
         # The own part of a sum stays on the GPU, so that of two ranks one is left.
         for name, op in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX)):

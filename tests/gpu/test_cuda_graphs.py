@@ -83,7 +83,7 @@ def train(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen += [loss.item(), *(one.sum().item() for one in model.state_dict().values())]
+        seen += [loss.item(), *(tensor.sum().item() for tensor in model.state_dict().values())]
     return seen
 
 
@@ -117,12 +117,12 @@ def test_nothing_that_was_given_out_is_written_to() -> None:
         model.zero_grad(set_to_none=True)
         result = model(x)
         result["loss"].backward()
-        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         tensors = [result["loss"].detach(), result["out"].detach(), *gradients]
-        kept.append((tensors, [one.clone() for one in tensors]))
+        kept.append((tensors, [tensor.clone() for tensor in tensors]))
     assert found.num_captured == 1
     for tensors, values in kept:
-        assert all(torch.equal(one, value) for one, value in zip(tensors, values, strict=True))
+        assert all(torch.equal(given, value) for given, value in zip(tensors, values, strict=True))
 
 
 def test_gradients_accumulate() -> None:
@@ -194,7 +194,7 @@ def test_passes_within_passes_and_second_backward_passes() -> None:
         model.eval()
         model(xs[1])["loss"].backward()
         model.train()
-        return [one.grad for one in model.parameters() if one.grad is not None]
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     expected = run(made())
     model = made()
@@ -245,7 +245,7 @@ def test_lent_gradients_are_added_up_and_thrown_away_at_any_time(zeroes: str) ->
             optimizer.step()
             if zeroes in ("after", "every second"):
                 optimizer.zero_grad()
-            seen += [loss.item(), *(one.sum().item() for one in model.parameters())]
+            seen += [loss.item(), *(weight.sum().item() for weight in model.parameters())]
         return seen
 
     expected = run(made())
@@ -286,7 +286,7 @@ def test_gradients_that_hooks_see_are_not_lent() -> None:
     found = captured(model)
     passes(model, 4)
     assert found.has_replays
-    trained = [one for one in model.parameters() if one.grad is not None]
+    trained = [weight for weight in model.parameters() if weight.grad is not None]
     assert lent_of(found) == len(trained) - 2
 
 
@@ -295,20 +295,22 @@ def test_lent_gradients_outlive_their_graphs() -> None:
     model = made()
     found: Any = captured(model)
     passes(model, 4)
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
-    values = [one.clone() for one in gradients]
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    values = [gradient.clone() for gradient in gradients]
     assert lent_of(found) == len(gradients)
-    aliases = [one.view(-1) for one in gradients[:2]]
+    aliases = [gradient.view(-1) for gradient in gradients[:2]]
     found.remove()
     del found
     gc.collect()
     others = [torch.full((1000,), 7.0, device=DEVICE) for _ in range(100)]
-    assert all(torch.equal(one, value) for one, value in zip(gradients, values, strict=True))
-    for one, value in zip(aliases, values, strict=False):
-        assert torch.equal(one, value.view(-1))
+    assert all(
+        torch.equal(gradient, value) for gradient, value in zip(gradients, values, strict=True)
+    )
+    for alias, value in zip(aliases, values, strict=False):
+        assert torch.equal(alias, value.view(-1))
     kept = [each for each in borrowed_grads._buried if borrowed_grads._living(each[0])]
     assert kept, "somebody still has some of the memory"
-    del others, aliases, one
+    del others, aliases, alias
     borrowed_grads.BorrowedGrads()
     assert not any(each is other for each in kept for other in borrowed_grads._buried)
 
@@ -330,7 +332,7 @@ def test_a_gradient_that_is_the_losses_is_not_lent() -> None:
     model: Any = placed(Offset())
     found: Any = captured(model)
     passes(model, 4)
-    (gradient,) = [one.grad for name, one in model.named_parameters() if name == "offset"]
+    (gradient,) = [weight.grad for name, weight in model.named_parameters() if name == "offset"]
     assert gradient is not None
     alone = gradient.view(-1)
     assert lent_of(found) > 0
@@ -373,7 +375,7 @@ def test_graphs_that_are_not_used_any_more_are_let_go() -> None:
     found = captured(model)
     x = torch.randn(7, 16, device=DEVICE)
     passes(model, 5, x)
-    kept = [one.grad.detach() for one in model.parameters() if one.grad is not None]
+    kept = [weight.grad.detach() for weight in model.parameters() if weight.grad is not None]
     assert found.has_replays
     passes(model, 40, x)
     assert "keeps the gradients" in (found.failure or "")

@@ -46,9 +46,9 @@ def train(model: Any, loader: Any, reads: bool = False) -> list[float]:
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
-    for one in loader:
+    for inputs in loader:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=AUTOCAST):
-            output = model(**{name: value.to(DEVICE) for name, value in one.items()})
+            output = model(**{name: value.to(DEVICE) for name, value in inputs.items()})
         output.loss.backward()
         if reads:
             losses.append(output.logits.float().mean().item())
@@ -66,7 +66,7 @@ def test_a_masked_language_model_trains_replayed(kernels: str, reads: bool) -> N
     model = made(0.0)
     stock = copy.deepcopy(model)
     numbers: Any = range(STEPS)
-    loaders = [DataLoader(numbers, collate_fn=lambda one: batch(one[0])) for _ in range(2)]
+    loaders = [DataLoader(numbers, collate_fn=lambda samples: batch(samples[0])) for _ in range(2)]
     expected = train(stock, loaders[0], reads)
     apply_kernels(KernelSetting(model=model, device=torch.device(DEVICE)), kernels)
     assert pack_batches(model, "on", loaders=[loaders[1]])
@@ -106,7 +106,7 @@ def test_full_batches_are_replayed_too(make: Any, with_mask: bool) -> None:
     model = make()
     stock = copy.deepcopy(model)
     numbers: Any = range(STEPS)
-    loaders = [DataLoader(numbers, collate_fn=lambda one: some(one[0])) for _ in range(2)]
+    loaders = [DataLoader(numbers, collate_fn=lambda samples: some(samples[0])) for _ in range(2)]
     expected = train(stock, loaders[0])
     assert pack_batches(model, "on", loaders=[loaders[1]])
     sizes: Any = capture.sizes_of(model)

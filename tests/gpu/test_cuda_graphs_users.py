@@ -83,8 +83,8 @@ def test_an_attribute_that_is_only_called_hooks_is_a_plain_one() -> None:
 
 def test_three_passes_before_one_backward_pass() -> None:
     def triplet(model: Any, number: int) -> Tensor:
-        one, other, far = (model(rows(100 * number + n)) for n in range(3))
-        return (one - other).square().mean() + (2 - (one - far).square().mean()).relu()
+        anchor, other, far = (model(rows(100 * number + n)) for n in range(3))
+        return (anchor - other).square().mean() + (2 - (anchor - far).square().mean()).relu()
 
     trains_alike(Layers(nn.BatchNorm1d(6)), triplet)
 
@@ -159,8 +159,8 @@ class Heads(nn.Module):
 
 def test_a_head_without_a_part_in_the_loss_gets_no_gradient() -> None:
     def of_one_head(model: Any, number: int) -> Tensor:
-        one, other = model(rows(number))
-        return (one if number < STEPS // 2 else other).square().mean()  # type: ignore[no-any-return]
+        first, other = model(rows(number))
+        return (first if number < STEPS // 2 else other).square().mean()  # type: ignore[no-any-return]
 
     found = trains_alike(Heads(), of_one_head)
     assert found.has_replays
@@ -241,7 +241,7 @@ def test_transformations_of_functions_see_the_model_as_it_is() -> None:
     found = captured(model)
     train(model, squares)
     assert found.has_replays
-    weights = {name: one.detach() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def loss(weights: Any, row: Tensor) -> Tensor:
         return functional_call(model, weights, (row[None],)).square().mean()
@@ -274,13 +274,13 @@ def test_packed_rows_are_looked_for_again_after_two_captures_at_once() -> None:
     look = masks.find_packed_sequence_indices
     both = threading.Barrier(2)
 
-    def one() -> None:
+    def look_often() -> None:
         both.wait(30)
         for _ in range(50):
             with packed_rows.without_look():
                 assert masks.find_packed_sequence_indices(torch.arange(3)[None]) is None
 
-    threads = [threading.Thread(target=one) for _ in range(2)]
+    threads = [threading.Thread(target=look_often) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -317,11 +317,11 @@ def test_graphs_make_room_for_a_larger_pass(is_evaluation: bool) -> None:
     train(twin, squares)
     vars(model)["found"] = found
     assert found.has_replays
-    for one in (model, twin):
+    for network in (model, twin):
         torch.manual_seed(1)
         with torch.set_grad_enabled(not is_evaluation):
-            one.train(not is_evaluation)
-            one.result = one(x)
+            network.train(not is_evaluation)
+            network.result = network(x)
     torch.testing.assert_close(model.result, twin.result, rtol=1e-4, atol=1e-5)
     assert "another pass needs their memory" in str(found.failure)
     assert not found.has_replays

@@ -31,6 +31,6 @@ def test_all_pairs_are_measured_and_drawn() -> None:
     assert len(facts.pairs) == num_gpus * (num_gpus - 1)
     assert all(pair.is_right and pair.direct_gbps > 0 for pair in facts.pairs)
     names = {device.index: device.uuid for device in facts.devices}
-    rates = {(names[one.source], names[one.target]): one.direct_gbps for one in facts.pairs}
+    rates = {(names[pair.source], names[pair.target]): pair.direct_gbps for pair in facts.pairs}
     found = machine_map.links(machine_map.with_measured(topology.discover(), rates))
-    assert any(one.is_measured for one in found)
+    assert any(link.is_measured for link in found)

@@ -72,19 +72,19 @@ def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     ]
     # One that begins between two addresses of 16 bytes, and one of other strides.
     made.append(torch.randn((7001,), device=GPU, dtype=torch.float32, generator=generator))
-    rounded = [(0.05 * one).to(dtype) for one in made]
+    rounded = [(0.05 * tensor).to(dtype) for tensor in made]
     rounded[-1] = rounded[-1][1:]
     rounded.append(rounded[4].clone().t())
-    return [nn.Parameter(one) for one in rounded]
+    return [nn.Parameter(tensor) for tensor in rounded]
 
 
 def give_gradients(own: list[nn.Parameter], number: int, scale: float = 1.0) -> None:
     generator = torch.Generator(GPU).manual_seed(number)
-    for one in own:
-        values = torch.randn(one.shape, device=GPU, dtype=torch.float32, generator=generator)
+    for parameter in own:
+        values = torch.randn(parameter.shape, device=GPU, dtype=torch.float32, generator=generator)
         values *= scale * 10.0 ** -(number % 5)  # of several sizes
         values.flatten()[::7] = 0.0
-        one.grad = torch.empty_like(one).copy_(values)
+        parameter.grad = torch.empty_like(parameter).copy_(values)
 
 
 def groups(own: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -94,21 +94,21 @@ def groups(own: list[nn.Parameter]) -> list[dict[str, Any]]:
 def results(own: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
     names = ("exp_avg", "exp_avg_sq", "step")
     return [
-        *(one.detach() for one in own),
-        *(one.grad for one in own if one.grad is not None),
-        *(optimizer.state[one][name] for one in own for name in names),
+        *(parameter.detach() for parameter in own),
+        *(parameter.grad for parameter in own if parameter.grad is not None),
+        *(optimizer.state[parameter][name] for parameter in own for name in names),
     ]
 
 
 def assert_torchs(found: list[Tensor], expected: list[Tensor]) -> None:
     """One element of ten thousand may be off, by little: nvcc may round once what it fuses."""
     num_off, num_all = 0, 0
-    for one, other in zip(found, expected, strict=True):
-        num_off += int((one != other).sum())
-        num_all += one.numel()
-        eps = torch.finfo(one.dtype).eps
+    for tensor, other in zip(found, expected, strict=True):
+        num_off += int((tensor != other).sum())
+        num_all += tensor.numel()
+        eps = torch.finfo(tensor.dtype).eps
         torch.testing.assert_close(
-            one.double(), other.double(), rtol=8 * eps, atol=8 * eps * float(other.abs().max())
+            tensor.double(), other.double(), rtol=8 * eps, atol=8 * eps * float(other.abs().max())
         )
     assert num_off <= 1e-4 * num_all, f"{num_off} of {num_all} elements differ"
 
@@ -174,9 +174,9 @@ def test_a_scaler_skips_the_same_steps(
         scales.append(scaler.get_scale())
         assert bool(launches) == is_on
     assert scales[0] == scales[1]
-    for one, other in zip(*both, strict=True):
-        assert torch.equal(one.isfinite(), other.isfinite())
-    finite = [[one.nan_to_num(0.0, 0.0, 0.0) for one in of] for of in both]
+    for tensor, other in zip(*both, strict=True):
+        assert torch.equal(tensor.isfinite(), other.isfinite())
+    finite = [[tensor.nan_to_num(0.0, 0.0, 0.0) for tensor in of] for of in both]
     assert_torchs(finite[1], finite[0])
 
 
@@ -189,13 +189,13 @@ def test_numbers_that_are_none_and_zeros_stay_what_they_are(
         own = [nn.Parameter(torch.ones(64, dtype=torch.float32, device=GPU)) for _ in range(4)]
         optimizer = torch.optim.AdamW(own, lr=1e-2, fused=True)
         for number in range(3):
-            for one, value in zip(own, (0.0, torch.nan, torch.inf, 1e-18), strict=True):
-                one.grad = torch.zeros_like(one)
-                one.grad[number::3] = value
+            for parameter, value in zip(own, (0.0, torch.nan, torch.inf, 1e-18), strict=True):
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad[number::3] = value
             optimizer.step()
         both.append(results(own, optimizer))
-    for one, other in zip(*both, strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-6, atol=1e-9)
+    for tensor, other in zip(*both, strict=True):
+        torch.testing.assert_close(tensor, other, equal_nan=True, rtol=1e-6, atol=1e-9)
 
 
 def test_models_train_alike(serving: Callable[[bool], None]) -> None:
@@ -234,16 +234,16 @@ def test_a_graph_captures_torchs(launches: list[int]) -> None:
         optimizer.step()
     assert len(launches) == 1
     undo()
-    theirs = [nn.Parameter(one.detach().clone()) for one in own]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in own]
     reference = torch.optim.AdamW(theirs, lr=1e-3, capturable=True, fused=True)
-    for one, other in zip(own, theirs, strict=True):
-        assert one.grad is not None
-        other.grad = one.grad.clone()
+    for parameter, other in zip(own, theirs, strict=True):
+        assert parameter.grad is not None
+        other.grad = parameter.grad.clone()
     reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     graph.replay()
     reference.step()
-    for one, other in zip(own, theirs, strict=True):
-        assert torch.equal(one, other)
+    for parameter, other in zip(own, theirs, strict=True):
+        assert torch.equal(parameter, other)
 
 
 def test_steps_wait_for_nothing(launches: list[int]) -> None:
@@ -256,8 +256,8 @@ def test_steps_wait_for_nothing(launches: list[int]) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for one in own:
-            one.grad = torch.ones_like(one)  # elsewhere
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter)  # elsewhere
         optimizer.step()
         optimizer.step()
     finally:
@@ -297,7 +297,7 @@ def test_it_is_chosen_by_measurement_and_goes_again(dtype: torch.dtype) -> None:
     setting = KernelSetting(model=nn.Linear(1, 1).cuda(), optimizers=[optimizer], device=GPU)
     swapped = apply_kernels(setting)
     what = f"fused AdamW({str(dtype).removeprefix('torch.')})"
-    made = [one for one in decisions.made() if one["what"] == what][-1]
+    made = [decision for decision in decisions.made() if decision["what"] == what][-1]
     assert not made.get("dropped"), made
     assert {"stock", "triton"} <= set(made["times_ms"])
     assert (torch._fused_adamw_ is not stock) == (made["chosen"] != "stock")
@@ -306,4 +306,4 @@ def test_it_is_chosen_by_measurement_and_goes_again(dtype: torch.dtype) -> None:
     swapped.undo()
     assert torch._fused_adamw_ is stock
     optimizer.step()
-    assert all(bool(one.isfinite().all()) for one in own)
+    assert all(bool(parameter.isfinite().all()) for parameter in own)

@@ -75,7 +75,7 @@ def test_a_layout_is_timed_on_the_gpu_and_the_training_goes_on(
 
         monkeypatch.setattr(gpu_time, name, timed)
     # As DDP keeps them: autograd's nodes of the weights, on the stream of the training.
-    kept = [one.expand_as(one).grad_fn for one in model.parameters()]
+    kept = [parameter.expand_as(parameter).grad_fn for parameter in model.parameters()]
     channels_last.choose(model)
     found = train(model)
     assert set(used) == {"_launched_ahead" if waits else "_replayed"}
@@ -84,7 +84,7 @@ def test_a_layout_is_timed_on_the_gpu_and_the_training_goes_on(
     assert decision["times_ms"].keys() == {"stock", "channels_last"}
     if decision["chosen"] == "stock":  # else dropout falls on other elements
         assert found == pytest.approx(train(twin), rel=2e-2)
-    assert all(torch.isfinite(one).all() for one in model.parameters())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     assert model[1].num_batches_tracked == 4
     del kept
 

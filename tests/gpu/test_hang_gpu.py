@@ -99,7 +99,7 @@ def test_the_end_of_the_process_begins_with_the_sentence(
         timeout_s=120,
     )
     text = said.read_text()
-    assert all(one in text for one in words), text
+    assert all(word in text for word in words), text
     assert text.index(words[0]) < text.index("native operation #"), text
 
 

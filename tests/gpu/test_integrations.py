@@ -45,7 +45,7 @@ def _train(rank: int, world_size: int, framework: str, ours: bool) -> dict[str, 
     rows = report.rows
     return {
         "losses": losses,
-        "decided": [one["what"] for one in report.decisions if "what" in one],
+        "decided": [decision["what"] for decision in report.decisions if "what" in decision],
         "backend": serving_name(),
         "calls": sum(row.calls for row in rows),
         "delegated": sum(row.calls for row in rows if row.algorithm == "delegate"),

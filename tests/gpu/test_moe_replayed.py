@@ -39,7 +39,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def exact(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     bounds = itertools.pairwise([0, *ends.tolist(), len(left)])
     matrices = [*right, torch.zeros_like(right[0])]
-    parts = [left[a:b] @ one for (a, b), one in zip(bounds, matrices, strict=True)]
+    parts = [left[a:b] @ matrix for (a, b), matrix in zip(bounds, matrices, strict=True)]
     return torch.cat(parts)
 
 
@@ -66,7 +66,7 @@ def test_grouped_products_are_those_of_float64(
     upstream = randn(rows, columns, dtype=dtype)
     results = []
     for multiply, kind in ((grouped_mm, dtype), (exact, torch.float64)):
-        inputs = [one.to(kind).requires_grad_() for one in (left, weight)]
+        inputs = [tensor.to(kind).requires_grad_() for tensor in (left, weight)]
         right = inputs[1].mT if is_transposed else inputs[1]
         out = multiply(inputs[0], right, ends)
         results.append([out, *torch.autograd.grad(out, inputs, upstream.to(kind))])
@@ -145,7 +145,11 @@ def results(model: Any, ids: Tensor, is_cast: bool) -> tuple[list[Tensor], Tenso
     with torch.autocast("cuda", torch.bfloat16, enabled=is_cast):
         output = model(input_ids=ids, labels=ids)
     output.loss.backward()
-    gradients = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
+    gradients = [
+        parameter.grad.flatten().float()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     return [output.loss.detach(), output.aux_loss.detach()], torch.cat(gradients)
 
 

@@ -54,14 +54,16 @@ def _train(rank: int, world_size: int, ours: bool) -> dict[str, Any]:
     losses = []
     for batch in loader:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = model(**{name: one.to(device) for name, one in batch.items()}).loss
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     compiles: list[dict[str, Any]] = []
     if ours:
-        compiles = [one for one in decisions.made() if one["what"].startswith("compile of")]
+        compiles = [
+            decision for decision in decisions.made() if decision["what"].startswith("compile of")
+        ]
     return {"losses": losses, "compiles": compiles, "backend": dist.get_backend()}
 
 

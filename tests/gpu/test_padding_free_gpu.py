@@ -53,7 +53,7 @@ def _loss_and_gradients(
     with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
         loss = model(**_batch(lengths)).loss
     (loss * SCALE).backward()
-    return [loss.detach(), *(one.grad.detach().clone() for one in model.parameters())]
+    return [loss.detach(), *(parameter.grad.detach().clone() for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("make", [_llama, _bert])
@@ -81,7 +81,9 @@ def test_a_packed_row_trains_like_the_padded_batch(
     for _ in range(3 if compiled else 1):
         ours = _loss_and_gradients(model, lengths, autocast)
     if compiled:  # all of it
-        last = [one for one in decisions.made() if one["what"].startswith("compile of")][-1]
+        last = [
+            decision for decision in decisions.made() if decision["what"].startswith("compile of")
+        ][-1]
         assert "dropped" not in last, last
     assert undo(model)
     assert abs(float(ours[0]) - float(stock[0])) <= LIMITS[dtype] * float(stock[0])

@@ -213,7 +213,7 @@ def _comes_and_goes(rank: int, world_size: int, rounds: int) -> None:
         if turn % 5 == 0:
             torch.cuda.empty_cache()
         if turn % 7 == 6:
-            assert all(one.eq(one[0]).all() for one in kept)
+            assert all(tensor.eq(tensor[0]).all() for tensor in kept)
             kept.clear()
     kept.clear()
     gc.collect()
@@ -399,7 +399,7 @@ def _ddp(rank: int, world_size: int) -> None:
     for parameter in model.parameters():
         gradient = parameter.grad
         assert gradient is not None
-        _eventually(lambda one=gradient: device_memory.is_registered(one), "a bucket")  # type: ignore[misc]
+        _eventually(lambda bucket=gradient: device_memory.is_registered(bucket), "a bucket")  # type: ignore[misc]
     for parameter, expected in zip(
         model.parameters(), _train_alone(world_size, device, 5), strict=True
     ):

@@ -31,21 +31,21 @@ def changed() -> Iterator[None]:
 
 def batch(pinned: bool) -> dict[str, torch.Tensor]:
     made = {"ids": torch.randint(0, 9, (5, 7)), "pixels": torch.randn(3, 11, 13)}
-    return {name: one.pin_memory() if pinned else one for name, one in made.items()}
+    return {name: tensor.pin_memory() if pinned else tensor for name, tensor in made.items()}
 
 
-@pytest.mark.parametrize("kind", [dict, BatchEncoding, lambda one: list(one.values())])
+@pytest.mark.parametrize("kind", [dict, BatchEncoding, lambda fields: list(fields.values())])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_copy_does_not_wait_for_the_steps_before(pinned: bool, kind: Callable[..., Any]) -> None:
     given = batch(pinned)
-    expected = [one.clone() for one in given.values()]
+    expected = [tensor.clone() for tensor in given.values()]
     torch.cuda._sleep(CYCLES)
     busy = torch.cuda.Event()
     busy.record()
     moved = data_loader.send_to_device(kind(given), DEVICE)
     assert not busy.query()
-    for one in given.values():
-        one.zero_()  # a loader may fill the same memory with the next batch
+    for tensor in given.values():
+        tensor.zero_()  # a loader may fill the same memory with the next batch
     found = list(moved) if isinstance(moved, list) else [moved[name] for name in given]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.is_cuda

@@ -38,9 +38,9 @@ def come_late(rank: int, world_size: int) -> tuple[tuple[Starts, ...], list[str]
     torch.cuda.synchronize()
     operations = record.read(os.getpid()).operations
     called = {
-        f"{os.path.basename(one.at.file)} {one.at.function}"
-        for one in operations
-        if one.op == "all_reduce" and one.on_device and one.at
+        f"{os.path.basename(operation.at.file)} {operation.at.function}"
+        for operation in operations
+        if operation.op == "all_reduce" and operation.on_device and operation.at
     }
     return found, sorted(called)
 

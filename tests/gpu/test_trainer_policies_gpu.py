@@ -83,7 +83,7 @@ def _run(rank: int, world_size: int, folder: str, ours: bool) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "heaviest": heaviest.tolist(),
         "total": total.tolist(),
-        "decisions": {one["what"]: one["chosen"] for one in decisions.made()},
+        "decisions": {decision["what"]: decision["chosen"] for decision in decisions.made()},
     }
 
 

@@ -78,5 +78,5 @@ def test_accelerates_own_scripts_succeed(
     ranks = did(script, world_size, tmp_path, deepspeeds_ranks)
     assert len(ranks) == world_size
     for rank in ranks:
-        assert decided <= {one["what"] for one in rank["decisions"] if "what" in one}
+        assert decided <= {decision["what"] for decision in rank["decisions"] if "what" in decision}
         assert rank["groups"] == {"0": world_size}

@@ -48,8 +48,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for one in (AcceleratorState, PartialState, GradientState):
-        one._reset_state()
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
 
 
 def tokenizer() -> Any:
@@ -66,8 +66,10 @@ def tokenizer() -> Any:
 def rows() -> Dataset:
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(6, 18, (ROWS,), generator=generator).tolist()
-    made = [torch.randint(5, VOCABULARY, (one,), generator=generator).tolist() for one in lengths]
-    return Dataset.from_list([{"input_ids": one, "attention_mask": [1] * len(one)} for one in made])
+    made = [
+        torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+    return Dataset.from_list([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in made])
 
 
 def loader(collate: Any = None, *, workers: int = 0) -> DataLoader[Any]:
@@ -123,8 +125,10 @@ def trained(
             seen.append(loss.item())
             if evaluates and accelerator.sync_gradients:
                 with torch.no_grad():
-                    seen += [model(**one).loss.item() for one in others]
-    weights = [one.detach().clone() for one in accelerator.unwrap_model(model).parameters()]
+                    seen += [model(**inputs).loss.item() for inputs in others]
+    weights = [
+        parameter.detach().clone() for parameter in accelerator.unwrap_model(model).parameters()
+    ]
     forward = padding_free.forward_of(accelerator.unwrap_model(model)) if is_ours else None
     changes.undo()
     return seen, weights, forward

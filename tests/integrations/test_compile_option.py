@@ -48,8 +48,8 @@ def state(model: nn.Module) -> tuple[int, Any]:
 
     found = engine.compilation_of(model)
     assert found is not None
-    return sum(len(one.region.modules) for one in found.regions), [
-        one.failure for one in found.regions
+    return sum(len(region.region.modules) for region in found.regions), [
+        region.failure for region in found.regions
     ]
 
 
@@ -78,7 +78,7 @@ def with_accelerate(rank: int, world_size: int) -> list[tuple[Any, ...]]:
         adapter.undo(accelerator)
         inner = accelerator.unwrap_model(model)
         found.append(
-            (losses, compiled, any("_compiled_call_impl" in vars(one) for one in inner.layers))
+            (losses, compiled, any("_compiled_call_impl" in vars(layer) for layer in inner.layers))
         )
         AcceleratorState._reset_state(reset_partial_state=False)
     return found
@@ -105,7 +105,11 @@ def left_alone(rank: int, world_size: int) -> list[Any]:
     prepared = [accelerator.prepare(model) for model in models]
     waiting = [engine.compilation_of(model) is not None for model in prepared]
     prepared[0](torch.randn(4, 8)).sum().backward()
-    reasons = [one["reason"] for one in decisions.made() if one["what"] == "compile of Stack"]
+    reasons = [
+        decision["reason"]
+        for decision in decisions.made()
+        if decision["what"] == "compile of Stack"
+    ]
     adapter.undo(accelerator)
     return [waiting, reasons]
 

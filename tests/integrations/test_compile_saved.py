@@ -56,15 +56,17 @@ def test_compile_a_saved_model_is_read_by_plain_transformers(build: Any, tmp_pat
     train(model)
     found = engine.compilation_of(model)
     assert found is not None
-    assert [one.failure for one in found.regions] == [None]
+    assert [region.failure for region in found.regions] == [None]
     assert found.regions[0].told.chosen.get("aot-eager")
     model.save_pretrained(tmp_path / "ours")
     never.load_state_dict(model.state_dict())
     never.save_pretrained(tmp_path / "stock")
-    ours, stock = (load_file(tmp_path / one / "model.safetensors") for one in ("ours", "stock"))
+    ours, stock = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "stock")
+    )
     assert list(ours) == list(stock)
     assert all(torch.equal(value, stock[name]) for name, value in ours.items())
-    settings = [(tmp_path / one / "config.json").read_text() for one in ("ours", "stock")]
+    settings = [(tmp_path / folder / "config.json").read_text() for folder in ("ours", "stock")]
     assert settings[0] == settings[1]
     again, told = type(never).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(told[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -72,6 +74,6 @@ def test_compile_a_saved_model_is_read_by_plain_transformers(build: Any, tmp_pat
     assert list(kept) == list(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(kept[name], value), name
-    assert not any("_compiled_call_impl" in vars(one) for one in again.modules())
+    assert not any("_compiled_call_impl" in vars(module) for module in again.modules())
     ids = torch.randint(0, 37, (2, 9))
     torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)

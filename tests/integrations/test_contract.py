@@ -76,7 +76,7 @@ class Acting:
     name = "first"
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda owner: pickle.loads(pickle.dumps(owner))])
 def test_a_copy_has_the_method_of_its_class_again(again: Any) -> None:
     owner = Acting()
     changes = contract.Changes()
@@ -93,9 +93,9 @@ def test_a_copy_has_the_method_of_its_class_again(again: Any) -> None:
     assert owner.act() == "stock's first"
 
 
-def asked_for(one: Any) -> list[str]:
+def asked_for(thing: Any) -> list[str]:
     """The words that a pickle has, among them those of modules whose things it asks for."""
-    words = [arg for _, arg, _ in pickletools.genops(pickle.dumps(one)) if isinstance(arg, str)]
+    words = [arg for _, arg, _ in pickletools.genops(pickle.dumps(thing)) if isinstance(arg, str)]
     return [word for word in words if not word.startswith("__deepytorch_")]
 
 

@@ -120,10 +120,10 @@ def bf16_average(rank: int, world_size: int) -> None:
         torch.randn(1, 1000, generator=torch.Generator().manual_seed(peer))
         for peer in range(world_size)
     ]
-    sent = [(one / world_size).bfloat16().float() for one in inputs]
+    sent = [(tensor / world_size).bfloat16().float() for tensor in inputs]
     total = sent[0]
-    for one in sent[1:]:
-        total = total + one
+    for tensor in sent[1:]:
+        total = total + tensor
     assert torch.equal(model.module.weight.grad, total.bfloat16().float())
     sizes = {row.bytes / row.calls for row in deepytorch.report().rows if row.op == "all_reduce"}
     assert sizes == {2000}

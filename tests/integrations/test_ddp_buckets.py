@@ -174,7 +174,9 @@ def interrupted(rank: int, world_size: int, options: dict[str, Any]) -> None:
             copied = pickle.loads(pickle.dumps(job.model))
             (inert,) = copied._forward_pre_hooks.values()
             assert inert(copied, ()) is None
-            assert not any(one._post_accumulate_grad_hooks for one in copied.parameters())
+            assert not any(
+                parameter._post_accumulate_grad_hooks for parameter in copied.parameters()
+            )
             assert copied.join_hook.__func__ is DistributedDataParallel.join_hook
             ddp.undo(copied)  # has nothing of ours to take back
             assert job.model._forward_pre_hooks
@@ -269,7 +271,9 @@ def hooked(model: Any) -> bool:
 
 
 def weights(models: list[nn.Module]) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for model in models for one in model.parameters()])
+    return torch.cat(
+        [parameter.detach().flatten() for model in models for parameter in model.parameters()]
+    )
 
 
 def test_weights_are_stocks_whatever_the_loop_does(tmp_path: Path) -> None:
@@ -369,8 +373,10 @@ def test_nothing_is_measured_where_it_shall_not_or_need_not() -> None:
 def test_candidates() -> None:
     default = Layout(MIB, 25 * MIB)
     assert bucket_tuning.candidates(MIB // 2, default) == []
-    assert [str(one) for one in bucket_tuning.candidates(3 * MIB, default)] == ["3+3 MiB"]
-    assert [str(one) for one in bucket_tuning.candidates(30 * MIB, default)] == [
+    assert [str(candidate) for candidate in bucket_tuning.candidates(3 * MIB, default)] == [
+        "3+3 MiB"
+    ]
+    assert [str(candidate) for candidate in bucket_tuning.candidates(30 * MIB, default)] == [
         "1+4 MiB",
         "4+4 MiB",
         "1+16 MiB",

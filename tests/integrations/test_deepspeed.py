@@ -316,7 +316,7 @@ def seen(
 ) -> list[Any]:
     """Return what every rank saw in PARTS. One job serves all: DeepSpeed starts slowly."""
     folder = str(tmp_path_factory.mktemp("deepspeed"))
-    asked = {one.name for one in request.session.items}
+    asked = {item.name for item in request.session.items}
     names = [name for name in CASES if f"{COMPARING}[{name}]" in asked]
     return spawn_ranks(run_parts, 2, folder, names, **deepspeeds_ranks, timeout_s=200)
 
@@ -330,7 +330,7 @@ def part(seen: list[Any], function: Callable[..., Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[pytest.mark.extended] * (one in EXTENDED)) for one in CASES],
+    [pytest.param(case, marks=[pytest.mark.extended] * (case in EXTENDED)) for case in CASES],
 )
 def test_losses_are_those_of_stock_deepspeed(seen: list[Any], name: str) -> None:
     for results in part(seen, compare):
@@ -553,7 +553,7 @@ def dropped(rank: int, world_size: int, folder: str) -> list[Any]:
         made.destroy()
         del made, parts
         gc.collect()
-        found.append([one() for one in kept])
+        found.append([reference() for reference in kept])
     adapter.undo()
     return found
 
@@ -588,12 +588,12 @@ def test_deepspeeds_monitor_writes_figures(
     tmp_path: Path, deepspeeds_ranks: dict[str, Any]
 ) -> None:
     first, second = spawn_ranks(monitored, 2, tmp_path, **deepspeeds_ranks)
-    for one, other in zip(first, second, strict=True):
+    for report, other in zip(first, second, strict=True):
         # A step in pieces is one step. An engine's first one can't be told from the last
         # of an engine before it.
-        assert one["steps"] == other["steps"]
-        assert NUM_STEPS - 1 <= one["steps"] <= NUM_STEPS
-        steps = [step for step, _ in one["files"]["Train_Samples_lr.csv"]]
-        ours = one["files"]["deepytorch_step_ms.csv"]
-        assert [step for step, _ in ours] == steps[-one["steps"] :]
+        assert report["steps"] == other["steps"]
+        assert NUM_STEPS - 1 <= report["steps"] <= NUM_STEPS
+        steps = [step for step, _ in report["files"]["Train_Samples_lr.csv"]]
+        ours = report["files"]["deepytorch_step_ms.csv"]
+        assert [step for step, _ in ours] == steps[-report["steps"] :]
         assert all(float(value) > 0 for _, value in ours)

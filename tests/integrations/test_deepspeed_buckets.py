@@ -54,7 +54,7 @@ def sizes_of_a_model(total: int, call_us: float) -> list[list[int]]:
         patch.setattr(buckets, "_call", lambda _, elements, kind: elements)
         patch.setattr(buckets, "_measure", took)
         found = [buckets._choose("all_reduce", total, kind, waits=waits) for waits in (True, False)]
-    return [[one.elements, one.beside] for one in found]
+    return [[choice.elements, choice.beside] for choice in found]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def masked_rows(folder: Any) -> DataLoader[Any]:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(90))]
     file.write_text("\n".join(words))
     tokenizer = BertTokenizerFast(vocab=str(file))
-    ids = [[5 + (3 * one + place) % 90 for place in range(7)] for one in range(NUM_ROWS)]
+    ids = [[5 + (3 * row + place) % 90 for place in range(7)] for row in range(NUM_ROWS)]
     data = Dataset.from_dict({"input_ids": ids})
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
     return DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
@@ -59,16 +59,16 @@ def seen(loader: Any, *, draws: bool) -> list[Any]:
     return found
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "items"):
-        return dict(one).keys() == dict(other).keys() and all(
-            same(value, other[name]) for name, value in one.items()
+def same(ours: Any, other: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, other)
+    if isinstance(ours, list):
+        return len(ours) == len(other) and all(map(same, ours, other))
+    if hasattr(ours, "items"):
+        return dict(ours).keys() == dict(other).keys() and all(
+            same(value, other[name]) for name, value in ours.items()
         )
-    return bool(one == other)
+    return bool(ours == other)
 
 
 def count_early(monkeypatch: pytest.MonkeyPatch) -> list[str]:

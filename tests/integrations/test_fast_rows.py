@@ -67,10 +67,16 @@ def outcome(run: Any) -> Any:
     except Exception as error:
         return type(error), str(error)
     return [
-        (name, str(one.dtype), tuple(one.shape), one.tolist(), one.untyped_storage().resizable())
-        if isinstance(one, Tensor)
-        else (name, type(one), str(one))
-        for name, one in found.items()
+        (
+            name,
+            str(value.dtype),
+            tuple(value.shape),
+            value.tolist(),
+            value.untyped_storage().resizable(),
+        )
+        if isinstance(value, Tensor)
+        else (name, type(value), str(value))
+        for name, value in found.items()
     ]
 
 
@@ -91,19 +97,19 @@ def test_collated_features_become_the_same_tensors(kind: str) -> None:
         {"input_ids": ids, "label_ids": ids[:3], "other": other, "number": number}
         for number, (ids, other) in enumerate(zip(rows(4), others, strict=False))
     ] or [{"label": 1, "input_ids": [1] * 300}]
-    before = [dict(one) for one in features]
+    before = [dict(feature) for feature in features]
     stock = original_of(data_collator.torch_default_data_collator)
     found = outcome(lambda: hf.default_data_collator(features))
     assert found == outcome(lambda: stock(features))
-    assert [list(one) for one in features] == [list(one) for one in before]
-    assert all(type(one["input_ids"]) is list for one in features)
+    assert [list(feature) for feature in features] == [list(feature) for feature in before]
+    assert all(type(feature["input_ids"]) is list for feature in features)
 
 
 def test_numbers_are_not_looked_at_one_by_one(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "words.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]))
     tokenizer = hf.BertTokenizerFast(vocab=str(tmp_path / "words.txt"))
     monkeypatch.setattr(tokenizers, "flatten", None)  # which would go through them
-    found = tokenizer.pad([{"input_ids": one} for one in rows(5, least=60)], return_tensors="pt")
+    found = tokenizer.pad([{"input_ids": ids} for ids in rows(5, least=60)], return_tensors="pt")
     assert found["input_ids"].shape[0] == 5
 
 

@@ -159,8 +159,8 @@ def compressed(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
     # Divided, rounded, added in float32, rounded once more, divided: as FSDP1 averages.
     before, after = model._gradient_predivide_factor, model._gradient_postdivide_factor
     total = (inputs[0] / before).bfloat16().float()
-    for one in inputs[1:]:
-        total = total + (one / before).bfloat16().float()
+    for tensor in inputs[1:]:
+        total = total + (tensor / before).bfloat16().float()
     expected = total.bfloat16().float() / after
     gradient = model.module.weight.grad
     sharded = strategy is not ShardingStrategy.NO_SHARD

@@ -127,21 +127,21 @@ def test_a_model_that_it_is_not_for() -> None:
 def wrong_arguments(rank: int, world_size: int) -> list[str]:
     stock_group()
     said = []
-    one, two = fsdp1(), fsdp2()
+    wrapped, sharded = fsdp1(), fsdp2()
 
     def attempt(apply: Callable[..., Any], model: Any, *keywords: dict[str, Any]) -> None:
         with pytest.raises(IntegrationError) as error:
             apply(model, **keywords[min(rank, len(keywords) - 1)])
         said.append(str(error.value))
 
-    attempt(fsdp.register_comm_hook, one, {}, {"compress": "int8"})
-    attempt(fsdp.register_comm_hook, one, {"compress": "bf16"}, {})
-    attempt(fsdp.register_comm_hook, one, {"colectives": "native"})
-    attempt(fsdp.apply_fsdp2, two, {"tune": "off"}, {"tune": "perhaps"})
-    attempt(fsdp.apply_fsdp2, two, {"tune": "off"}, {"tune": "auto"})
+    attempt(fsdp.register_comm_hook, wrapped, {}, {"compress": "int8"})
+    attempt(fsdp.register_comm_hook, wrapped, {"compress": "bf16"}, {})
+    attempt(fsdp.register_comm_hook, wrapped, {"colectives": "native"})
+    attempt(fsdp.apply_fsdp2, sharded, {"tune": "off"}, {"tune": "perhaps"})
+    attempt(fsdp.apply_fsdp2, sharded, {"tune": "off"}, {"tune": "auto"})
     assert (serving_name(), deepytorch.is_active()) == ("gloo", False)
-    fsdp.register_comm_hook(one, compress="bf16")
-    attempt(fsdp.register_comm_hook, one, {})
+    fsdp.register_comm_hook(wrapped, compress="bf16")
+    attempt(fsdp.register_comm_hook, wrapped, {})
     return said
 
 
@@ -179,22 +179,22 @@ def test_a_cuda_model_on_a_group_of_gloo() -> None:
 
 def left_alone(rank: int, world_size: int) -> None:
     stock_group()
-    one, two = fsdp1(), fsdp2()
-    comms = vars(fsdp._fsdp2_units(two)[1][0]).copy()
-    fsdp.register_comm_hook(one, enabled=False)
-    fsdp.apply_fsdp2(two, enabled=False)
-    assert one._comm_hook is None
-    assert vars(fsdp._fsdp2_units(two)[1][0]) == comms
+    wrapped, sharded = fsdp1(), fsdp2()
+    comms = vars(fsdp._fsdp2_units(sharded)[1][0]).copy()
+    fsdp.register_comm_hook(wrapped, enabled=False)
+    fsdp.apply_fsdp2(sharded, enabled=False)
+    assert wrapped._comm_hook is None
+    assert vars(fsdp._fsdp2_units(sharded)[1][0]) == comms
     assert serving_name() == "gloo"
-    assert not fsdp.undo(one)
-    assert not fsdp.undo(two)
+    assert not fsdp.undo(wrapped)
+    assert not fsdp.undo(sharded)
 
     # Stock collectives: a hook that does what torch does, and torch's own buffers.
-    fsdp.register_comm_hook(one, collectives="stock")
-    fsdp.apply_fsdp2(two, collectives="stock")
+    fsdp.register_comm_hook(wrapped, collectives="stock")
+    fsdp.apply_fsdp2(sharded, collectives="stock")
     assert serving_name() == "gloo"
     assert deepytorch.report().decisions[-1]["reason"] == "collectives=stock"
-    for model in (one, two):
+    for model in (wrapped, sharded):
         model(torch.ones(2, 3)).sum().backward()
         assert fsdp.undo(model)
     assert not deepytorch.is_active()

@@ -46,16 +46,16 @@ def of_parameters(loss: Callable[..., Tensor], given: Any, batch: Any) -> Any:
 
 def of_samples(loss: Callable[..., Tensor], given: Any, batch: Any) -> Any:
     """One gradient for each row, as in differentially private training."""
-    return vmap(grad(loss), (None, 0, 0, 0))(given, *(one[:, None] for one in batch))
+    return vmap(grad(loss), (None, 0, 0, 0))(given, *(tensor[:, None] for tensor in batch))
 
 
 def forward_mode(loss: Callable[..., Tensor], given: Any, batch: Any) -> Any:
-    ahead = {name: torch.ones_like(one) for name, one in given.items()}
+    ahead = {name: torch.ones_like(tensor) for name, tensor in given.items()}
     return jvp(lambda now: loss(now, *batch), (given,), (ahead,))
 
 
 def row_by_row(loss: Callable[..., Tensor], given: Any, batch: Any) -> Any:
-    rows = jacrev(lambda now: torch.stack([loss(now, *(one[:2] for one in batch))]))
+    rows = jacrev(lambda now: torch.stack([loss(now, *(tensor[:2] for tensor in batch))]))
     return rows(given)
 
 
@@ -83,7 +83,7 @@ def test_transformed_calls_are_stocks(
     batch = ids, mask, ids.masked_fill(mask == 0, -100)
     found = []
     for model in (stock, ours):
-        given = {name: one.detach() for name, one in model.named_parameters()}
+        given = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
         def loss(given: Any, ids: Tensor, mask: Tensor, labels: Tensor, of: Any = model) -> Tensor:
             named = {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -373,7 +373,7 @@ def join_and_reduce(rank: int, world_size: int) -> int:
     assert hvd.allreduce(torch.tensor([-2.0, 5.0]), op=hvd.Product).tolist() == [4.0, 25.0]
     both = [torch.ones(2), torch.tensor([3])]
     sums = hvd.grouped_allreduce(both, op=hvd.Sum, prescale_factor=2.0)
-    assert [one.tolist() for one in sums] == [[4.0, 4.0], [12]]
+    assert [total.tolist() for total in sums] == [[4.0, 4.0], [12]]
     for refused in (
         lambda: hvd.broadcast(torch.tensor([rank]), root_rank=2),
         lambda: hvd.alltoall(torch.arange(3), splits=[0, 1, 2]),

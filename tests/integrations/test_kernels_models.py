@@ -111,7 +111,7 @@ def test_kernels_train_as_stock(kind: str) -> None:
     assert torch.equal(*generated)
     swapped.undo()
     assert vars(ours).keys() == vars(stock).keys()
-    assert not any("forward" in vars(one) for one in ours.modules())
+    assert not any("forward" in vars(module) for module in ours.modules())
     assert not ours._forward_pre_hooks
     assert not ours._forward_hooks
 
@@ -197,16 +197,16 @@ def test_kernels_nobody_asked_for_give_logits_after_the_step_too() -> None:
     causal_loss.ChunkedLoss().apply(model, KernelSetting(model=model, device=torch.device("cpu")))
     head = vars(model.get_output_embeddings())["forward"]
     head.watches = 0
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, stock)]
-    outputs = [one(**batch()) for one in (model, stock)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.01) for network in (model, stock)]
+    outputs = [network(**batch()) for network in (model, stock)]
     for output, optimizer in zip(outputs, optimizers, strict=True):
         output.loss.backward()
         optimizer.step()
     assert outputs[0].logits.sum().isfinite()
     assert head.dropped
-    for one in (model, stock):
-        one.zero_grad()
-        output = one(**batch())
+    for network in (model, stock):
+        network.zero_grad()
+        output = network(**batch())
         output.logits.register_hook(lambda gradient: 2 * gradient)
         output.loss.backward()
     mine, theirs = gradients(model), gradients(stock)
@@ -222,8 +222,8 @@ def test_kernels_leave_logits_readable_after_a_step_of_other_weights() -> None:
 
     def step(optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            for one in group["params"]:
-                one.grad = torch.ones_like(one)
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
         optimizer.step()
 
     # It may hold copies that stand for the model's, until one has stepped that holds the model's.
@@ -238,7 +238,7 @@ def test_kernels_leave_logits_readable_after_a_step_of_other_weights() -> None:
     last = model(**batch())
     # As who shards an optimizer's state does: it steps copies from here on.
     for group in mine.param_groups:
-        group["params"] = [one.detach().clone() for one in group["params"]]
+        group["params"] = [parameter.detach().clone() for parameter in group["params"]]
     step(mine)
     with pytest.raises(RuntimeError, match="the weights have changed since"):
         last.logits.sum()
@@ -348,7 +348,7 @@ def test_kernels_with_lora(modules: Any) -> None:
 
     ours, stock = wrapped(), wrapped()
     names = swap(ours).names
-    decision = next(one for one in decisions.made() if one["what"].startswith("loss of"))
+    decision = next(made for made in decisions.made() if made["what"].startswith("loss of"))
     if isinstance(modules, str):
         # PEFT's wrapper keeps two heads and says no sizes: stock stays, and trains the same.
         assert "chunked" in names.values() or decision["chosen"] == "stock"
@@ -381,7 +381,7 @@ def test_kernels_refuse_heads_by_name() -> None:
     }
     for reason, (model, mode) in reasons.items():
         assert not any("loss of" in what for what in swap(model, mode).names)
-        (decision,) = (one for one in decisions.made() if one["what"].startswith("loss of"))
+        (decision,) = (made for made in decisions.made() if made["what"].startswith("loss of"))
         assert reason in decision["reason"]
         decisions._made.clear()
 
@@ -445,7 +445,7 @@ def test_kernels_under_autocast_keep_accelerates_float32_outputs() -> None:
             assert (mine - gradient).norm() < 0.05 * gradient.norm() + 1e-6, name
     finally:
         assert accelerate_adapter.undo(accelerator)
-    assert not any("forward" in vars(one) for one in ours.model.modules())
+    assert not any("forward" in vars(module) for module in ours.model.modules())
     assert not isinstance(ours.lm_head.forward, causal_loss.HeadForward)
 
 
@@ -532,15 +532,15 @@ def test_a_hook_on_the_gradient_of_logits_runs_or_is_refused(mode: str) -> None:
     swap(model, mode)
     given = batch()
     found = []
-    for one in (model, stock):
-        output = one(**given)
-        if one is model and mode == "on":
+    for network in (model, stock):
+        output = network(**given)
+        if network is model and mode == "on":
             with pytest.raises(RuntimeError, match="computed without these logits"):
                 output.logits.register_hook(lambda gradient: 0.1 * gradient)
             return
         output.logits.register_hook(lambda gradient: 0.1 * gradient)
         output.loss.backward()
-        found.append(one.get_input_embeddings().weight.grad)
+        found.append(network.get_input_embeddings().weight.grad)
     torch.testing.assert_close(found[0], found[1])
 
 

@@ -61,11 +61,11 @@ def figures(model: Any) -> list[Any]:
         parameter.grad = torch.full_like(parameter, float(number % 3))
     found: list[Any] = [model.num_parameters(exclude_embeddings=bool(way)) for way in (0, 1)]
     found.append(float(trainer_of(model)._clip_grad_norm(model)))
-    found.append([float(one.grad.abs().sum()) for one in model.parameters()])
+    found.append([float(weight.grad.abs().sum()) for weight in model.parameters()])
     assert model.train() is model
-    found.append([one.training for one in model.modules()])
+    found.append([module.training for module in model.modules()])
     model.zero_grad()
-    found.append([one.grad is None for one in model.parameters()])
+    found.append([weight.grad is None for weight in model.parameters()])
     return found
 
 
@@ -80,7 +80,7 @@ def trainer_of(model: Any) -> Any:
             self.accelerator: Any = self
 
         def _has_mixed_mesh_grads(self, model: Any) -> bool:
-            return any(one is None for one in model.parameters())
+            return any(parameter is None for parameter in model.parameters())
 
         def clip_grad_norm_(self, parameters: Any, most: float) -> Any:
             return torch.nn.utils.clip_grad_norm_(parameters, most)
@@ -127,11 +127,11 @@ CHANGES = (add, add_below, take_out, replace, replace_all, resize, evaluate, unt
 def test_everything_is_as_stock_has_it(change: Callable[[Any], None]) -> None:
     model, stock = used(made()), made(taken=False)
     assert figures(model) == figures(stock)
-    for one in (model, stock):
-        change(one)
+    for network in (model, stock):
+        change(network)
     assert figures(model) == figures(stock)
-    for one in (model, stock):
-        one.eval()
+    for network in (model, stock):
+        network.eval()
     assert figures(model) == figures(stock)
 
 
@@ -169,7 +169,7 @@ def test_a_model_with_ways_of_its_own_is_left_to_them() -> None:
     for parameter in nn.Module.parameters(own):
         parameter.grad = torch.ones_like(parameter)
     own.zero_grad()
-    assert sum(one.grad is None for one in nn.Module.parameters(own)) == 1
+    assert sum(weight.grad is None for weight in nn.Module.parameters(own)) == 1
 
     model = used(made())
     model.frozen = Frozen(2, 2)
@@ -201,7 +201,7 @@ def test_what_changes_again_and_again_is_gone_through_as_before() -> None:
     model = used(made())
     for number in range(2 * known_parts._MOST_CHANGES):
         model.add_module(f"more{number}", nn.Linear(1, 1))
-        assert model.num_parameters() == sum(one.numel() for one in model.parameters())
+        assert model.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
     found = seam.of(model)
     assert found is not None
     assert found.num_parts == known_parts._MOST_CHANGES

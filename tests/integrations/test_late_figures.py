@@ -64,12 +64,12 @@ class Logs(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         left_out = ("runtime", "second")
         self.seen.append(
-            {k: v for k, v in (logs or {}).items() if not any(one in k for one in left_out)}
+            {k: v for k, v in (logs or {}).items() if not any(word in k for word in left_out)}
         )
 
     def _look(self, *_: Any, **__: Any) -> None:
         metrics = self.trainer._metrics["train"]
-        self.kinds |= {type(one) for values in metrics.values() for one in values}
+        self.kinds |= {type(value) for values in metrics.values() for value in values}
         self.kinds.add(type(self.trainer._total_train_tokens))
 
     on_substep_end = on_pre_optimizer_step = on_step_end = _look
@@ -216,7 +216,7 @@ def test_a_step_that_fails_leaves_numbers(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="lost"):
         trained(made(), tmp_path, kind=Kept)
     (values,) = (trainers[0]._metrics["train"][name] for name in ("entropy",))
-    assert {type(one) for one in values} == {float}
+    assert {type(value) for value in values} == {float}
 
 
 def test_a_number_that_is_awaited_computes_as_numbers_do() -> None:

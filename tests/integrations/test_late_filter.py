@@ -117,7 +117,7 @@ def test_a_trainer_with_a_step_of_its_own_gets_a_plain_tensor(
             return seen[-1]
 
     with_ours(lambda: train(tmp_path, Own))
-    assert [type(one) for one in seen] == [Tensor] * STEPS
+    assert [type(value) for value in seen] == [Tensor] * STEPS
     assert not filtered
 
 

@@ -69,7 +69,7 @@ def trained(make: Callable[[], Any]) -> dict[str, weakref.ref[Any]]:
         "loader": loader,
         "torch's optimizer": own,
     }
-    references = {name: weakref.ref(one) for name, one in kept.items()}
+    references = {name: weakref.ref(thing) for name, thing in kept.items()}
     accelerator.free_memory()
     return references
 
@@ -85,7 +85,7 @@ def alive(rank: int, world_size: int, folder: str, kind: str) -> tuple[list[str]
     gc.collect()
     gc.disable()  # as it may not come for long
     found = trained(make)
-    chosen = [one["chosen"] for one in decisions.made()]
+    chosen = [decision["chosen"] for decision in decisions.made()]
     return [name for name, reference in found.items() if reference() is not None], chosen
 
 

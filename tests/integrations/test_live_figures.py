@@ -79,7 +79,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     for file in folder.rglob("events.out*"):
         accumulator = EventAccumulator(str(file)).Reload()
         for tag in accumulator.Tags()["scalars"]:
-            rows = [(one.step, one.value) for one in accumulator.Scalars(tag)]
+            rows = [(event.step, event.value) for event in accumulator.Scalars(tag)]
             found.setdefault(tag, []).extend(rows)
     return found
 
@@ -144,21 +144,21 @@ def trainer_logs(
 
 def check_trainer(how: str, folder: Path) -> None:
     first, second = spawn_ranks(trainer_logs, 2, how, folder)
-    figures = [one for one in first["seen"] if "loss" in one]
+    figures = [logs for logs in first["seen"] if "loss" in logs]
     assert len(figures) == STEPS // 2
-    for one in figures:
-        assert {f"deepytorch/{name}" for name in NAMES} <= one.keys()
-        assert one["deepytorch/step_ms"] > 0
-        assert 0 <= one["deepytorch/exposed_share"] <= 1
-        assert one["deepytorch/operations"] >= 1
+    for logs in figures:
+        assert {f"deepytorch/{name}" for name in NAMES} <= logs.keys()
+        assert logs["deepytorch/step_ms"] > 0
+        assert 0 <= logs["deepytorch/exposed_share"] <= 1
+        assert logs["deepytorch/operations"] >= 1
     # Neither in what is not about training, nor printed, nor kept, nor on other ranks.
-    other = [one for one in first["seen"] if "loss" not in one]
+    other = [logs for logs in first["seen"] if "loss" not in logs]
     for values in (*other, *first["history"], *second["seen"]):
         assert not any("deepytorch" in name for name in values)
     assert "loss" in first["printed"]
     assert "deepytorch" not in first["printed"]
     assert [step for step, _ in first["losses"]] == [2, 4, 6]
-    assert [loss for _, loss in first["losses"]] == [one["loss"] for one in figures]
+    assert [loss for _, loss in first["losses"]] == [logs["loss"] for logs in figures]
     assert first["undone"] == second["undone"] == 1
     assert first["events"]["train/deepytorch/step_ms"] == first["events"]["train/loss"] == [2, 4, 6]
 

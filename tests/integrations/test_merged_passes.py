@@ -86,17 +86,19 @@ def with_adapters() -> Any:
 def rows(count: int = ROWS) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(2, 14, (count,), generator=generator).tolist()
-    made = [torch.randint(5, VOCABULARY, (one,), generator=generator).tolist() for one in lengths]
-    return [{"input_ids": one} for one in made]
+    made = [
+        torch.randint(5, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+    return [{"input_ids": ids} for ids in made]
 
 
 def collated(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    width = max(len(one["input_ids"]) for one in features)
+    width = max(len(feature["input_ids"]) for feature in features)
     ids = torch.zeros(len(features), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for number, one in enumerate(features):
-        ids[number, : len(one["input_ids"])] = torch.tensor(one["input_ids"])
-        mask[number, : len(one["input_ids"])] = 1
+    for number, feature in enumerate(features):
+        ids[number, : len(feature["input_ids"])] = torch.tensor(feature["input_ids"])
+        mask[number, : len(feature["input_ids"])] = 1
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask == 1, -100)}
 
 
@@ -134,7 +136,7 @@ def trained(model: Any, folder: Path, *, kind: Any = Trainer, **more: Any) -> An
         callbacks=[losses, *callbacks],
     )
     trainer.train()
-    return losses.seen, {name: one.detach() for name, one in model.named_parameters()}
+    return losses.seen, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def counted(model: Any) -> list[int]:
@@ -183,18 +185,18 @@ def both(
 
 MODELS = [
     *(gpt2, bert, with_adapters),
-    *(pytest.param(one, marks=pytest.mark.extended) for one in (llama, tied, mistral)),
+    *(pytest.param(make, marks=pytest.mark.extended) for make in (llama, tied, mistral)),
 ]
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_steps_are_those_of_micro_batches_apart(
     make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = both(make, tmp_path, monkeypatch)
     # 23 rows are 12 micro-batches of two: three steps of four in each of two epochs.
     assert len(passes) == 6
-    assert sum(passes) == 2 * sum(len(one["input_ids"]) for one in rows())
+    assert sum(passes) == 2 * sum(len(row["input_ids"]) for row in rows())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ class Doubled(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        other = {name: one.flip(0) for name, one in inputs.items()}
+        other = {name: tensor.flip(0) for name, tensor in inputs.items()}
         return loss + 0.5 * super().compute_loss(model, other, *args, **kwargs)
 
 
@@ -325,7 +327,7 @@ class Sometimes(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         Sometimes.number += 1
-        other = {name: one.flip(0) for name, one in inputs.items()}
+        other = {name: tensor.flip(0) for name, tensor in inputs.items()}
         before = super().compute_loss(model, other) if Sometimes.number % 25 == 3 else 0.0
         loss = super().compute_loss(model, inputs, *args, **kwargs) + before
         return loss + super().compute_loss(model, other) if Sometimes.number % 25 == 8 else loss
@@ -431,8 +433,9 @@ def of_two(rank: int, world_size: int, budget: int | str, folder: Path) -> Any:
 def test_ranks_add_up_what_they_would_have_added_up(tmp_path: Path) -> None:
     apart = spawn_ranks(of_two, 2, "off", tmp_path)
     shared = spawn_ranks(of_two, 2, LARGE, tmp_path)
-    assert [one[2] for one in apart] == [0, 0]
-    assert [one[2] for one in shared] == [3, 3]  # of four steps, the first of which is watched
+    assert [result[2] for result in apart] == [0, 0]
+    # There are four steps, the first of which is watched.
+    assert [result[2] for result in shared] == [3, 3]
     for mine, theirs in zip(shared, apart, strict=True):
         assert mine[0] == pytest.approx(theirs[0], rel=1e-6)
         for name, weight in theirs[1].items():

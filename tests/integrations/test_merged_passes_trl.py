@@ -42,7 +42,7 @@ class Logs(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            self.seen.append({name: one for name, one in logs.items() if one is not None})
+            self.seen.append({name: value for name, value in logs.items() if value is not None})
 
 
 def made() -> Any:

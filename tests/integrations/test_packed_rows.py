@@ -40,7 +40,7 @@ def qwen3() -> Any:
 def row(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 67, (1, sum(LENGTHS)), generator=generator)
-    positions = torch.cat([torch.arange(one) for one in LENGTHS])[None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     return {
         "input_ids": ids,
         "position_ids": positions,
@@ -98,7 +98,7 @@ def test_sequences_that_see_each_other_in_stock_are_told_and_left_so(masks: list
     assert pack_batches(model)
     found = trained(model, use_cache=True)
     assert found[0] == pytest.approx(expected[0], rel=1e-9)
-    assert any("see each other" in one["reason"] for one in decisions.made())
+    assert any("see each other" in decision["reason"] for decision in decisions.made())
 
 
 def test_a_model_that_does_not_go_by_positions_is_left_alone() -> None:
@@ -106,9 +106,9 @@ def test_a_model_that_does_not_go_by_positions_is_left_alone() -> None:
     torch.manual_seed(0)
     config = BertConfig(**shape, num_attention_heads=4, vocab_size=67, max_position_embeddings=99)
     model: Any = BertForMaskedLM(config).double()
-    for one in model.modules():
-        if isinstance(one, torch.nn.Dropout):
-            one.p = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     stock = copy.deepcopy(model)
     expected = trained(stock)
     assert pack_batches(model)
@@ -119,8 +119,11 @@ def test_a_model_that_does_not_go_by_positions_is_left_alone() -> None:
 
 
 def test_one_sequence_and_padded_batches_have_no_bounds() -> None:
-    one = {"input_ids": torch.ones(1, 6, dtype=torch.int64), "position_ids": torch.arange(6)[None]}
-    assert packed_rows.by_position(one) == {}
+    sequence = {
+        "input_ids": torch.ones(1, 6, dtype=torch.int64),
+        "position_ids": torch.arange(6)[None],
+    }
+    assert packed_rows.by_position(sequence) == {}
     masked = {**row(0), "attention_mask": torch.ones(1, sum(LENGTHS))}
     assert packed_rows.by_position(masked) == {}
     found = packed_rows.by_position(row(0))

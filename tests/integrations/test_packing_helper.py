@@ -87,7 +87,7 @@ def test_a_training_goes_on_and_is_packed_once_the_helper_is_done(
     while not decisions.made() and time.monotonic() - began < ENOUGH_S:
         assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-5)
         steps += 1
-    assert [one["chosen"] for one in decisions.made()] == ["packed"]
+    assert [decision["chosen"] for decision in decisions.made()] == ["packed"]
     assert steps > packing_watch._WATCHED
     assert model(**batch()).loss.item() == pytest.approx(expected, rel=1e-5)
     assert padding_free.detach(model)

@@ -33,7 +33,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     found: list[Any] = []
 
     def note(things: list[Any], *args: Any, **kwargs: Any) -> None:
-        found.extend(one for one in things if isinstance(one, nn.Module))
+        found.extend(thing for thing in things if isinstance(thing, nn.Module))
 
     monkeypatch.setattr(kernels, "apply", note)
     # Other tests' scripts have switched things off for their process, and searched.
@@ -67,7 +67,7 @@ def test_a_model_that_the_script_had_compiled_gets_no_kernels(
         train(model)
     found: Any = engine.compilation_of(trunk)
     assert found.regions
-    assert [one.failure for one in found.regions] == [None]
+    assert [region.failure for region in found.regions] == [None]
     assert swapped == []
 
 

@@ -29,7 +29,7 @@ LINES: list[dict[str, Any]] = [
     },
 ]
 TEMPLATE = (
-    "{% for one in messages %}{{ one['role'] }}: {{ one['content'] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -44,7 +44,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     settings = LlamaConfig(**shape, num_attention_heads=4, vocab_size=len(tokenizer))
     LlamaForCausalLM(settings).save_pretrained(folder / "model")
-    lines = "".join(json.dumps(one) + "\n" for one in LINES * 16)
+    lines = "".join(json.dumps(record) + "\n" for record in LINES * 16)
     (folder / "data.jsonl").write_text(lines, encoding="utf-8")
     return folder
 

@@ -134,12 +134,12 @@ def build(kind: type[Trainer], folder: Path, model: Any = None, **more: Any) -> 
 
 
 def weights(trainer: Any) -> torch.Tensor:
-    return torch.cat([one.detach().flatten() for one in trainer.model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
 def said() -> list[tuple[str, str]]:
-    made = [one for one in decisions.made() if one["what"] == "token balance"]
-    return [(one["chosen"], one["reason"]) for one in made]
+    made = [decision for decision in decisions.made() if decision["what"] == "token balance"]
+    return [(decision["chosen"], decision["reason"]) for decision in made]
 
 
 def train(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def prepared_by_one_rank(rank: int, folder: str) -> bool:
 def engine_of_one_rank(rank: int, folder: str) -> bool:
     """A DeepSpeed engine whose data-parallel group is rank 0."""
     deepspeed = pytest.importorskip("deepspeed")
-    groups = [dist.new_group([one]) for one in range(2)]
+    groups = [dist.new_group([member]) for member in range(2)]
 
     class Mpu:
         get_model_parallel_rank = get_data_parallel_rank = lambda self: 0

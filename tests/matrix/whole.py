@@ -37,7 +37,7 @@ def run(*command: str | Path, statuses: tuple[int, ...] = (0,)) -> str:
 def doctor(adapter: str) -> None:
     """It runs, and finds that the adapter is there."""
     found = json.loads(run(BIN / "deepytorch", "doctor", "--json", statuses=(0, 1)))
-    states = {one["check"]: one["state"] for one in found}
+    states = {finding["check"]: finding["state"] for finding in found}
     assert states["core"] == "okay", found
     assert states["adapter"] == "okay", found
     if adapter == "prebuilt":

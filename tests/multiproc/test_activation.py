@@ -120,7 +120,7 @@ def test_sub_groups_of_four_ranks_and_a_second_initialisation() -> None:
 def stacks_threads() -> list[str]:
     """Threads by which others learn what this process does, after some time to end."""
     for _ in range(20):
-        names = [one for one in unlisted.names().values() if one == "deepytorch-stacks"]
+        names = [name for name in unlisted.names().values() if name == "deepytorch-stacks"]
         if not names:
             break
         time.sleep(0.05)

@@ -168,7 +168,7 @@ def only_for_gloo() -> list[Any]:
 
     received = functional.all_to_all(outputs, inputs, group=dist.group.WORLD)  # type: ignore[no-untyped-call]
     torch.stack(received).sum().backward()  # type: ignore[no-untyped-call]
-    return [[part.tolist() for part in received], [one.grad.tolist() for one in inputs]]
+    return [[part.tolist() for part in received], [tensor.grad.tolist() for tensor in inputs]]
 
 
 def synchronized_batch_norm() -> list[Any]:
@@ -210,7 +210,7 @@ def on_and_off(rank: int, world_size: int) -> list[Any]:
         switch()
         found.append(told(group))
         serving.append(c10d_patches.serving_name(group))
-    assert all(one == found[0] for one in found)
+    assert all(answer == found[0] for answer in found)
     return serving
 
 

@@ -26,7 +26,7 @@ import os, sys
 from pathlib import Path
 import torch
 
-options = dict(one.lstrip("-").split("=") for one in sys.argv[1:])
+options = dict(option.lstrip("-").split("=") for option in sys.argv[1:])
 assert Path("beside.txt").read_text() == "beside"
 Path(options["out"]).mkdir()  # fails where an earlier run has left one
 rate = 0.1
@@ -76,7 +76,7 @@ def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DEEPYTORCH_COMPILE", "off")
-    rows = {one.name: one for one in (row("one"), row("other", "--otherwise=yes"))}
+    rows = {script.name: script for script in (row("one"), row("other", "--otherwise=yes"))}
     monkeypatch.setattr(scripts, "SCRIPTS", rows)
     return tmp_path / "checkouts"
 
@@ -117,7 +117,7 @@ def bench(checkouts: Path, *options: str) -> tuple[Any, list[dict[str, Any]]]:
     command = ["bench", "scripts", "--checkouts", str(checkouts), "--json", str(file)]
     done = CliRunner().invoke(cli.app, [*command, "--size", "small", *options])
     lines = file.read_text().splitlines() if file.exists() else []
-    return done, [json.loads(one) for one in lines]
+    return done, [json.loads(line) for line in lines]
 
 
 @pytest.mark.usefixtures("by_forking")
@@ -146,7 +146,7 @@ def test_a_script_is_run_in_turns_and_recorded(checkouts: Path) -> None:
     assert "one " in done.output
     # Stock, then ours twice: from the same profile and caches, which are not stock's.
     seen = (checkouts.parent / "seen.txt").read_text().splitlines()
-    enabled, profiles, caches, checkout = zip(*(one.split() for one in seen), strict=True)
+    enabled, profiles, caches, checkout = zip(*(line.split() for line in seen), strict=True)
     assert enabled == ("0", "1", "1")
     assert profiles[1] == profiles[2] != profiles[0]
     assert caches[1] == caches[2] != caches[0]

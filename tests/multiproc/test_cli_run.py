@@ -118,11 +118,11 @@ def test_the_exit_status_is_the_scripts(tmp_path, probe, ending, alone, as_rank)
     script.write_text(f"{PROBE}\n{ending}\n")
     job, seen = probe.job("--nproc-per-node", "1", script)
     assert job.returncode == as_rank, job.stdout
-    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [("0", "1")]
+    assert [(process["rank"], process["world_size"]) for process in seen.values()] == [("0", "1")]
     # A process that ends by itself gives its status to whoever waits for it.
     done, seen = probe.job(script) if as_rank > 128 else probe(*command(str(script)))
     assert done.returncode == alone, done
-    assert [(one["rank"], one["world_size"]) for one in seen.values()] == [(None, None)]
+    assert [(process["rank"], process["world_size"]) for process in seen.values()] == [(None, None)]
     if as_rank == 1:
         by_python = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, check=False

@@ -226,7 +226,7 @@ def leave_early(rank: int, world_size: int) -> list[tuple[str, str]]:
     deepytorch.compile(model)
     train(model, rank, steps=40 if rank == 0 else 5, pause_s=0.02)
     dist.barrier()
-    return [(one["chosen"], one["reason"]) for one in decisions.made()]
+    return [(decision["chosen"], decision["reason"]) for decision in decisions.made()]
 
 
 def test_compile_a_rank_that_leaves_costs_the_others_a_time_limit_and_no_more() -> None:

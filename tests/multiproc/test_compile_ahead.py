@@ -164,11 +164,11 @@ def spawned() -> Iterator[None]:
     script: Any = types.ModuleType("__mp_main__")
     script.torch = torch
     before = dict(sys.modules)
-    others = {name: one for name, one in before.items() if name != "__mp_main__"}
+    others = {name: module for name, module in before.items() if name != "__mp_main__"}
     sys.modules.clear()
     sys.modules.update({"__mp_main__": script} | others)
     yield
-    before.update((name, one) for name, one in sys.modules.items() if name != "__mp_main__")
+    before.update((name, module) for name, module in sys.modules.items() if name != "__mp_main__")
     sys.modules.clear()
     sys.modules.update(before)
 
@@ -206,9 +206,9 @@ def test_a_training_goes_on_while_helpers_compile_it(
         monkeypatch.setattr(ahead, "MODEL_IN_PARTS", 250)
     stock = copy.deepcopy(model)
     name = type(model).__name__
-    assert [one.name for one in regions.find(model)] == [name]
+    assert [region.name for region in regions.find(model)] == [name]
     assert len(regions.parts(model)) == (3 if name == "Whole" else 1)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, stock)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=1e-3) for network in (model, stock)]
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
     wrapped = wrap(model)
@@ -222,7 +222,7 @@ def test_a_training_goes_on_while_helpers_compile_it(
         assert mine == pytest.approx(other, rel=0.1, abs=5e-3)  # bf16 in another order
         waited += found.is_waiting
         if found.is_waiting:
-            taken_over.add(sum(one.is_prepared for one in found.regions))
+            taken_over.add(sum(region.is_prepared for region in found.regions))
         number += 1
         time.sleep(0.05 if found.is_waiting else 0.0)  # steps would take the helper's time
     assert waited > 10
@@ -230,11 +230,13 @@ def test_a_training_goes_on_while_helpers_compile_it(
     assert found.is_settled
     assert counters["aot_autograd"]["autograd_cache_hit"] >= num_parts
     assert not counters["aot_autograd"]["autograd_cache_miss"]
-    (made,) = [one for one in decisions.made() if one["what"] == f"compile of {name}"][-1:]
+    (made,) = [
+        decision for decision in decisions.made() if decision["what"] == f"compile of {name}"
+    ][-1:]
     assert made["chosen"] in ("inductor", "eager"), made
     with torch.profiler.profile() as profile:
         step(wrapped, optimizers[0], number)
-    assert not [one.key for one in profile.key_averages() if "flash_attention" in one.key]
+    assert not [event.key for event in profile.key_averages() if "flash_attention" in event.key]
     for mine_, other_ in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine_, other_, rtol=5e-2, atol=5e-3)
     engine.undo(model)
@@ -251,7 +253,7 @@ def test_what_helpers_have_not_done_in_time_runs_eagerly_and_is_tried_by_the_nex
     torch.manual_seed(0)
     model = Whole()
     stock = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, stock)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=1e-3) for network in (model, stock)]
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
     failures: dict[str, str | None] = {}
@@ -260,10 +262,10 @@ def test_what_helpers_have_not_done_in_time_runs_eagerly_and_is_tried_by_the_nex
         mine, other = (step(m, o, number) for m, o in zip((model, stock), optimizers, strict=True))
         assert mine == pytest.approx(other, rel=0.1, abs=5e-3)
         if found.is_waiting:
-            if number > 2 and not all(one.is_prepared for one in found.regions):
+            if number > 2 and not all(region.is_prepared for region in found.regions):
                 monkeypatch.setattr(Ahead, "is_late", True)
             time.sleep(0.05)
-        failures.update((one.region.name, one.failure) for one in found.regions)
+        failures.update((region.region.name, region.failure) for region in found.regions)
         number += 1
     late, told = outcome.LATE, capfd.readouterr().err
     assert failures == {PART: None, "middle": late, "up.0": late}
@@ -312,22 +314,22 @@ def train_together(rank: int, world_size: int, folder: str) -> tuple[list[float]
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
     ours = DistributedDataParallel(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-2) for one in (ours, stock)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=1e-2) for network in (ours, stock)]
     losses: tuple[list[float], list[float]] = ([], [])
     usual_s, limits_s = limit_s(), []
     while not all_are(found.is_settled):
         x = torch.randn(6, 8, generator=torch.Generator().manual_seed(2 * len(prepared) + rank))
-        for kept, one, optimizer in zip(losses, (ours, stock), optimizers, strict=True):
-            loss = one(x).square().mean()
+        for kept, network, optimizer in zip(losses, (ours, stock), optimizers, strict=True):
+            loss = network(x).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             kept.append(loss.item())
         if found.is_waiting:
-            prepared.append(sum(one.is_prepared for one in found.regions))
+            prepared.append(sum(region.is_prepared for region in found.regions))
             limits_s.append(limit_s() - usual_s)
             time.sleep(0.05)  # steps would take the helpers' time
-    made = [one for one in decisions.made() if one["what"] == "compile of Whole"]
+    made = [decision for decision in decisions.made() if decision["what"] == "compile of Whole"]
     return *losses, (prepared, limits_s, made[-1]["chosen"])
 
 
@@ -395,7 +397,7 @@ def test_a_helper_that_dies_is_replaced_and_none_outlives_its_model(
     assert not helpers.is_done(PART)
     helpers.close()
     assert len(helpers.failed) == 1
-    assert all(one.wait(30.0) is not None for one in helpers._processes)
+    assert all(helper.wait(30.0) is not None for helper in helpers._processes)
 
 
 def linear(number: int) -> Any:
@@ -423,12 +425,12 @@ def test_helpers_without_work_end_and_others_take_their_place(
     wait(helpers)
     ignored = Path(f"/proc/{process.pid}/status").read_text().partition("SigIgn:")[2].split()[0]
     assert int(ignored, 16) >> (signal.SIGINT - 1) & 1  # Ctrl-C is the training's
-    assert [one.wait(30.0) for one in helpers._processes] == [0]
+    assert [helper.wait(30.0) for helper in helpers._processes] == [0]
     os.close(forked)
     torch._dynamo.reset()
     linear(4)(lambda graph, _: (helpers.submit(graph, PART), graph)[1])
     wait(helpers)
-    assert [one.wait(30.0) for one in helpers._processes] == [0, 0]
+    assert [helper.wait(30.0) for helper in helpers._processes] == [0, 0]
     assert not helpers.failed
 
 
@@ -496,7 +498,7 @@ def test_helpers_do_not_outlive_a_model_that_is_let_go(monkeypatch: pytest.Monke
     processes = found.phase.helping._helpers._processes
     del model, optimizer, found
     gc.collect()
-    assert [one.wait(30.0) for one in processes] == [-signal.SIGKILL] * len(processes)
+    assert [process.wait(30.0) for process in processes] == [-signal.SIGKILL] * len(processes)
 
 
 def test_a_helper_that_cannot_be_started_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,9 +521,9 @@ def test_helpers_that_wait_for_the_first_graph_do_not_end(
     while len(helpers._processes) < 2:
         time.sleep(0.01)
     time.sleep(3 * ahead._POLL_S)
-    assert [one.poll() for one in helpers._processes] == [None, None]
+    assert [helper.poll() for helper in helpers._processes] == [None, None]
     helpers.close()
-    assert all(one.wait(30.0) is not None for one in helpers._processes)
+    assert all(helper.wait(30.0) is not None for helper in helpers._processes)
 
 
 def test_a_graph_does_not_wait_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

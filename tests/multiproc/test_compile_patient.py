@@ -121,7 +121,7 @@ def test_who_is_patient_compiles_few_sizes_by_helpers_alone() -> None:
     assert found.is_settled
     assert sizes.num_asked > 2
     assert ours == pytest.approx(train_sized(stock, lambda number: 2 + number % 3, len(ours)))
-    (decision,) = [one for one in decisions.made() if one["what"] == "compile of Sized"]
+    (decision,) = [made for made in decisions.made() if made["what"] == "compile of Sized"]
     assert "aot-eager" in decision["times_ms"]
     engine.undo(model)
 
@@ -177,6 +177,6 @@ def test_layers_share_code_that_is_taken_over_while_their_model_returns_a_cache(
         time.sleep(0.02 if found.is_waiting else 0.0)
     assert found.is_settled
     assert 0 < max(made) <= 2  # one for the helpers, one that is taken over
-    (decision,) = [one for one in decisions.made() if one["what"].startswith("compile of")]
+    (decision,) = [entry for entry in decisions.made() if entry["what"].startswith("compile of")]
     assert "dropped" not in decision
     engine.undo(model)

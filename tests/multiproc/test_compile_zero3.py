@@ -70,7 +70,9 @@ def train(rank: int, policy: str, *, leaves: bool) -> tuple[list[float], list[An
         losses.append(loss.item())
     compiled = engine.compilation_of(trained)
     regions = [] if compiled is None else compiled.regions
-    told = [(len(one.region.modules), one.failure, set(one.told.chosen)) for one in regions]
+    told = [
+        (len(region.region.modules), region.failure, set(region.told.chosen)) for region in regions
+    ]
     engine.undo_all()
     torch._dynamo.reset()
     return losses, told

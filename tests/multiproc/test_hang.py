@@ -123,7 +123,9 @@ def alone(patch: pytest.MonkeyPatch, rank: int) -> None:
     """As if this rank were alone on its node: it sees no other's process."""
     seen = live._records
     patch.setattr(
-        live, "_records", lambda home: [one for one in seen(home) if one.pid == os.getpid()]
+        live,
+        "_records",
+        lambda home: [process for process in seen(home) if process.pid == os.getpid()],
     )
     patch.setattr(live, "_node", lambda: f"node{rank}/")
     patch.setattr(record, "find", lambda: [os.getpid()])
@@ -171,7 +173,7 @@ def test_ranks_on_other_nodes_are_asked_through_the_store(collectives: str) -> N
     assert "never entered all_reduce #2 of group" in found["verdict"]["sentence"]
     assert f"it is in {HERE}:" in found["verdict"]["sentence"]
     assert 'done.get("asked")' in found["verdict"]["sentence"]
-    assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
+    assert [entry["rank"] for entry in found["ranks"]] == [0, 1, 2, 3]
     assert found["not_on_this_node"] == MEMBERS
     assert found["without_answer"] == []
 
@@ -210,7 +212,7 @@ def test_a_job_that_goes_on_is_asked_and_not_disturbed() -> None:
 
 
 def listeners() -> list[str]:
-    return [one for one in unlisted.names().values() if one == "deepytorch-hang"]
+    return [name for name in unlisted.names().values() if name == "deepytorch-hang"]
 
 
 def listen_until_all_are_known(rank: int, world_size: int) -> list[bool]:
@@ -273,7 +275,9 @@ def time_out_everywhere(rank: int, world_size: int, kinds: list[str]) -> list[st
         patch.setattr(config, "spans_nodes", lambda: True)
         seen = live._records
         patch.setattr(
-            live, "_records", lambda home: [one for one in seen(home) if one.pid == os.getpid()]
+            live,
+            "_records",
+            lambda home: [process for process in seen(home) if process.pid == os.getpid()],
         )
         patch.setattr(live, "_node", lambda: f"node{rank}/")
         # The test is of what is said, not of how soon a busy machine says it.
@@ -303,7 +307,7 @@ def time_out_twice(rank: int, world_size: int) -> list[str]:
     texts = []
     for late in (2, 3):  # in groups that are alike, over one store
         with job(rank, world_size, "again", timeout_s=1, collectives="native") as group:
-            waiting = [str(one) for one in MEMBERS if one != late]
+            waiting = [str(member) for member in MEMBERS if member != late]
             done = rank_store(f"done/again-{late}")
             if str(rank) in waiting:
                 texts.append(error_of(lambda: dist.all_reduce(torch.ones(10), group=group)))
@@ -441,13 +445,15 @@ def test_debug_compares_what_ranks_are_about_to_start() -> None:
     for results in zip(
         *spawn_ranks(disagree_everywhere, 4, backend=None, timeout_s=60), strict=True
     ):
-        for name, (_, one, other) in DIFFERENCES.items():
+        for name, (_, first, other) in DIFFERENCES.items():
             texts = {results[rank][name].partition("; found before")[0] for rank in MEMBERS}
             assert len(texts) == 1, name
             text = texts.pop()
             assert "ranks entered different operations" in text
             # In the group's own ranks.
-            assert re.search(rf"rank 0 .*{one}.* at {HERE}:\d+, rank 1 .*{other}.* at {HERE}", text)
+            assert re.search(
+                rf"rank 0 .*{first}.* at {HERE}:\d+, rank 1 .*{other}.* at {HERE}", text
+            )
 
 
 def wait_for_a_slow_rank(rank: int, world_size: int) -> Any:
@@ -462,7 +468,7 @@ def wait_for_a_slow_rank(rank: int, world_size: int) -> Any:
             here.set(f"{step}/{rank}", "")
             dist.all_reduce(torch.ones(10), group=group)
         name = dist.group.WORLD.group_name if rank == 0 else group.group_name
-        return {one.group: one for one in make().waiting}.get(name)
+        return {row.group: row for row in make().waiting}.get(name)
 
 
 def test_the_report_names_the_slowest_rank() -> None:

@@ -52,10 +52,10 @@ def example(seed: int, *, is_ignored: bool) -> dict[str, list[int]]:
 
 
 def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(one["input_ids"]) for one in examples)
+    longest = max(len(row["input_ids"]) for row in examples)
 
     def rows(name: str, fill: int) -> torch.Tensor:
-        return torch.tensor([one[name] + [fill] * (longest - len(one[name])) for one in examples])
+        return torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in examples])
 
     ids, labels = rows("input_ids", 0), rows("labels", -100)
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}

@@ -36,7 +36,9 @@ def train(rank: int, world_size: int, mode: str) -> tuple[dict[str, str], list[f
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
-    return swapped.names, torch.cat([one.detach().flatten() for one in model.parameters()]).tolist()
+    return swapped.names, torch.cat(
+        [parameter.detach().flatten() for parameter in model.parameters()]
+    ).tolist()
 
 
 @pytest.mark.parametrize(("mode", "names"), [("auto", {}), ("on", {"AdamW": "fused"})])

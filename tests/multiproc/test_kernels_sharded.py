@@ -153,7 +153,7 @@ def layout_under_ddp(rank: int, world_size: int, fused: bool, folder: Path) -> l
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        found.append([one.detach() for one in model.parameters()])
+        found.append([parameter.detach() for parameter in model.parameters()])
         found.append(len(model._forward_pre_hooks))
     config.set_current(None)
     return found

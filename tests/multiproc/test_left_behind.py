@@ -38,7 +38,7 @@ SETTLING_S = 4.0
 
 def threads() -> set[str]:
     """Python's, with those of ours that it doesn't list, by name and number."""
-    listed = {one.ident: one.name for one in threading.enumerate()}
+    listed = {thread.ident: thread.name for thread in threading.enumerate()}
     return {f"{name} {ident}" for ident, name in (listed | unlisted.names()).items()}
 
 
@@ -65,14 +65,14 @@ class Before:
         return found + held
 
     def _more(self) -> list[str]:
-        return [one for one in left_over(self.held, settling_s=0) if not is_record(one)]
+        return [rest for rest in left_over(self.held, settling_s=0) if not is_record(rest)]
 
 
 def is_record(what: str) -> bool:
     kind, _, rest = what.partition(": ")
     rest = re.sub(r" \(\d+\)$", "", rest)
     return kind in ("descriptors", "shared memory mapped") and all(
-        RECORD in one for one in rest.split(", ")
+        RECORD in part for part in rest.split(", ")
     )
 
 
@@ -134,8 +134,8 @@ LAUNCHED: list[dict[str, str]] = [
 @pytest.mark.parametrize(
     "variables",
     [
-        pytest.param(one, id=name, marks=[pytest.mark.extended] * (name == "unknown"))
-        for one, name in zip(LAUNCHED, ("a node", "unknown", "two nodes"), strict=True)
+        pytest.param(variables, id=name, marks=[pytest.mark.extended] * (name == "unknown"))
+        for variables, name in zip(LAUNCHED, ("a node", "unknown", "two nodes"), strict=True)
     ],
 )
 def test_nothing_is_left_after_the_groups(variables: dict[str, str]) -> None:

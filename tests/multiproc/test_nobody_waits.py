@@ -115,7 +115,11 @@ def a_group_of_its_own(rank: int, world_size: int, folder: str) -> list[str]:
         losses = train(DistributedDataParallel(model(), process_group=pair), rank, 3 * STEPS)
         assert losses[-1] < losses[0]
     dist.barrier()
-    return [one["chosen"] for one in decisions.made() if one["what"].startswith("compile of")]
+    return [
+        decision["chosen"]
+        for decision in decisions.made()
+        if decision["what"].startswith("compile of")
+    ]
 
 
 def test_the_ranks_of_a_models_group_decide(tmp_path: Any) -> None:

@@ -140,8 +140,8 @@ def compared_with_gloo(rank: int, world_size: int) -> set[str]:
             for count in SIZES:
                 found = collective(ours, rank, count, dtype)
                 expected = collective(stock, rank, count, dtype)
-                for one, other in zip(found, expected, strict=True):
-                    assert torch.equal(one, other), (collective.__name__, dtype, count)
+                for output, other in zip(found, expected, strict=True):
+                    assert torch.equal(output, other), (collective.__name__, dtype, count)
     dist.barrier()
     return native_ops()
 
@@ -196,9 +196,9 @@ def messages_and_subgroups(rank: int, world_size: int) -> tuple[set[str], list[s
     within = [dist.new_group([0, 2, 4]), dist.new_group([1, 3])][rank % 2]
     across = dist.new_group([4, 1])
     for _ in range(3):
-        one = torch.ones(50000)
-        dist.all_reduce(one, group=within)
-        assert one[0] == (2 if rank % 2 else 3)
+        tensor = torch.ones(50000)
+        dist.all_reduce(tensor, group=within)
+        assert tensor[0] == (2 if rank % 2 else 3)
         if rank in {1, 4}:
             two = torch.full((50000,), float(rank))
             dist.all_reduce(two, group=across)

@@ -75,7 +75,8 @@ def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         )
 
     mask = [
-        [1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"])) for one in examples
+        [1] * len(example["input_ids"]) + [0] * (longest - len(example["input_ids"]))
+        for example in examples
     ]
     return {
         "input_ids": rows("input_ids", 0),

@@ -46,8 +46,8 @@ def train(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
             if rank == 0:
                 (path,) = Path(folder).glob(f"{choice}-*/tensorboard")
                 events = EventAccumulator(str(path)).Reload()
-                curves.append([one.value for one in events.Scalars("train/loss")])
-    made = [one for one in decisions.made() if one["what"] == "token balance"]
+                curves.append([event.value for event in events.Scalars("train/loss")])
+    made = [decision for decision in decisions.made() if decision["what"] == "token balance"]
     return curves, made, captured.get()
 
 
@@ -59,7 +59,7 @@ def test_token_balance_of_a_recipe_leaves_its_losses(tmp_path: Path) -> None:
     assert off[-1] < off[0]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(off), rtol=1e-4, atol=1e-5)
     assert made == second[1]
-    assert [(one["chosen"]) for one in made] == ["off", "on"]
+    assert [(decision["chosen"]) for decision in made] == ["off", "on"]
     assert made[0]["reason"] == "token_balance=off"
     reported = " ".join(printed.split())
     assert f"balance {made[1]['reason']}" in reported

@@ -129,8 +129,8 @@ inputs, targets = torch.randn(32, 16, generator=data), torch.arange(32) % 4
 layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(64, 4)]
 model = torch.nn.Sequential(*layers)
 if what == "alone":
-    for one in model.parameters():
-        dist.broadcast(one.data, 0)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
 else:
     model = torch.nn.parallel.DistributedDataParallel(model)
 torch.rand(1 if what == "draws" else 0)
@@ -208,7 +208,7 @@ os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 def start(rank):
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     return subprocess.Popen([sys.executable, *command], env={**os.environ, **own})
-sys.exit(max(abs(one.wait()) for one in [start(rank) for rank in range(2)]))
+sys.exit(max(abs(process.wait()) for process in [start(rank) for rank in range(2)]))
 """
 
 
@@ -277,7 +277,7 @@ def by_forking(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         "rate",
         "nothing",
-        *(pytest.param(one, marks=pytest.mark.extended) for one in ("alone", "draws")),
+        *(pytest.param(what, marks=pytest.mark.extended) for what in ("alone", "draws")),
     ],
 )
 def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: str) -> None:
@@ -295,10 +295,10 @@ def test_a_wrong_run_is_told_from_other_random_numbers(project: Project, what: s
     assert ("others than stock's from step 1 on, so dropout and noise" in said) == (what == "draws")
     stock, _, *nudged = found["runs"]
     assert stock["is_replicated"]
-    assert [one["arm"] for one in nudged] == ["stock, nudged"] * (what in ("rate", "draws"))
-    for one in nudged:
-        assert one["losses"][0] == stock["losses"][0]
-        assert one["losses"][1:] != stock["losses"][1:]
+    assert [run["arm"] for run in nudged] == ["stock, nudged"] * (what in ("rate", "draws"))
+    for run in nudged:
+        assert run["losses"][0] == stock["losses"][0]
+        assert run["losses"][1:] != stock["losses"][1:]
 
 
 @pytest.mark.extended
@@ -336,8 +336,8 @@ def test_a_trainer_that_rotates_checkpoints(project: Project) -> None:
     [
         "",
         *(
-            pytest.param(f"{one}elsewhere", marks=pytest.mark.extended)
-            for one in ("../", "linked/")
+            pytest.param(f"{folder}elsewhere", marks=pytest.mark.extended)
+            for folder in ("../", "linked/")
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_ranks_make_one_report(run, tmp_path):
     assert "rank 1" in page
     assert "Where this comes from" in page
     assert str(tmp_path / "train.py") in page
-    assert {one.name for one in folder.iterdir()} == {
+    assert {path.name for path in folder.iterdir()} == {
         *(".lock", "rank-0.json", "rank-1.json", "rank-7.json", "report.html", "report.json")
     }
 

@@ -41,7 +41,7 @@ def test_a_runs_report_says_how_it_would_scale(tmp_path: Path) -> None:
     for rank, report in enumerate(reports):
         assert set(report["groups"].values()) == {2}
         assert report["nodes"] == 1
-        recent = {(one["native"], one["bytes"]): one for one in report["recent"]}
+        recent = {(row["native"], row["bytes"]): row for row in report["recent"]}
         assert {key for key in recent if key[0]} == {(True, 4 * SMALL), (True, 4 * LARGE)}
         assert any(not native for native, _ in recent)
         for count in (SMALL, LARGE):
@@ -55,7 +55,7 @@ def test_a_runs_report_says_how_it_would_scale(tmp_path: Path) -> None:
         whole = report["course"]
         expected_ms = 1e3 * (whole["seconds"] - whole["tuning_s"]) / whole["timed_steps"]
         assert found["step_ms"] == pytest.approx(expected_ms, abs=1e-3)
-        steps = [one["step_ms"] for one in found["forecast"]]
+        steps = [row["step_ms"] for row in found["forecast"]]
         assert steps[0] == found["step_ms"]
         assert steps == sorted(steps)
         assert steps[-1] > steps[0], "nothing hides what is synchronous"

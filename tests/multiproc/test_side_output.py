@@ -157,8 +157,10 @@ IN_SHORT = {full, closed, refuses, no_place_for_a_profile}
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=one.__name__, marks=[pytest.mark.extended] * (one not in IN_SHORT))
-        for number, one in enumerate(ODDITIES)
+        pytest.param(
+            number, id=oddity.__name__, marks=[pytest.mark.extended] * (oddity not in IN_SHORT)
+        )
+        for number, oddity in enumerate(ODDITIES)
     ],
 )
 def test_a_training_goes_on(number: int, expected: list[Any]) -> None:

@@ -43,7 +43,7 @@ def test_who_comes_late_is_named(collectives: str) -> None:
         assert world.operations == 2 * CALLS + 1
         assert world.latest == LATE
         assert CALLS - 2 <= world.times_last <= world.operations
-        assert [one.operations for one in pairs] == [1] * len(pairs)
+        assert [pair.operations for pair in pairs] == [1] * len(pairs)
         # Half of them are the barriers, where it is as late as it is by chance.
         late = world.times_last <= CALLS + 2 and 2 * world.times_last > world.operations
         assert ("rank 1 was the last of this node to begin" in text) is late or not late

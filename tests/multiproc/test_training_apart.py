@@ -85,7 +85,7 @@ def no_sync_never_left(rank: int) -> None:
 
 
 def wrapper_of_one_rank(rank: int) -> None:
-    groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
+    groups = [dist.new_group([member]) for member in range(dist.get_world_size())]
     train(DistributedDataParallel(model_of(rank), process_group=groups[rank]))
 
 
@@ -175,7 +175,7 @@ def local_sgd(rank: int) -> None:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     wrapped = DistributedDataParallel(model_of(rank))
-    alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    alone = [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
     state = local.PostLocalSGDState(None, alone, start_localSGD_iter=4)
     wrapped.register_comm_hook(state, local.post_localSGD_hook)
     averager = PeriodicModelAverager(period=5, warmup_steps=4)
@@ -185,8 +185,8 @@ def local_sgd(rank: int) -> None:
 def diloco(rank: int) -> None:
     """By hand: an outer optimizer steps by what all ranks moved since the last time."""
     model = model_of(0)
-    kept = [one.detach().clone() for one in model.parameters()]
-    outer = torch.optim.SGD([nn.Parameter(one) for one in kept], lr=0.7, momentum=0.9)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    outer = torch.optim.SGD([nn.Parameter(weight) for weight in kept], lr=0.7, momentum=0.9)
 
     def average(step: int) -> None:
         if step % 20 != 19:
@@ -232,7 +232,7 @@ def gradients_as_objects(rank: int) -> None:
     optimizer = sgd(model)
     for _ in range(6):
         loss_of(model).backward()
-        mine = [one.grad for one in model.parameters()]
+        mine = [parameter.grad for parameter in model.parameters()]
         dist.all_gather_object([None] * dist.get_world_size(), mine)
         optimizer.step()
 
@@ -297,7 +297,7 @@ def told(
 
 def in_all(cases: tuple[Callable[[int], None], ...], **options: Any) -> dict[str, int]:
     ranks = spawn_ranks(told, 2, cases, fresh=True, **options)
-    return {case.__name__: sum(one[case.__name__] for one in ranks) for case in cases}
+    return {case.__name__: sum(counts[case.__name__] for counts in ranks) for case in cases}
 
 
 def test_ranks_that_train_apart_are_told_once() -> None:
@@ -324,7 +324,7 @@ def given_by_each(rank: int, world_size: int) -> dict[str, int]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mine, all_ = torch.ones(4), torch.ones(8)
     sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (4,))
-    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
     parts = [torch.ones(2) for _ in range(world_size)] if rank == 0 else None
     operations: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(mine),

@@ -120,7 +120,7 @@ def test_a_script_is_tuned_and_its_next_run_starts_from_it(
     assert done.exit_code == 0, str(done.exception)
 
     record = json.loads((folder / "r.json").read_text())
-    tried = [(one["settings"], one["problem"]) for one in record["tried"]]
+    tried = [(trial["settings"], trial["problem"]) for trial in record["tried"]]
     assert [settings for settings, _ in tried] == [
         {},
         {"ddp_bucket_mb": 4},
@@ -170,7 +170,7 @@ def different_profiles(rank: int, world_size: int, folder: str) -> tuple[dict[st
 def decisions_of(what: str) -> list[dict[str, Any]]:
     from deepytorch_core.base import decisions
 
-    return [one for one in decisions.made() if what in one["what"]]
+    return [decision for decision in decisions.made() if what in decision["what"]]
 
 
 def train_both() -> dict[str, Any]:

@@ -120,7 +120,9 @@ def wait_in_all(rank: int, world_size: int, folder: str, collectives: str) -> di
                     prepare_data(flag)
                 result = act(group)
                 rank_store(f"{collectives}/{name}").set(str(rank), "")
-                rank_store(f"{collectives}/{name}").wait([str(one) for one in range(world_size)])
+                rank_store(f"{collectives}/{name}").wait(
+                    [str(member) for member in range(world_size)]
+                )
             found[name] = (said.getvalue(), result)
     return found
 
@@ -171,7 +173,7 @@ def wait_in_starts(rank: int, world_size: int, folder: str, names: list[str]) ->
             dist.all_reduce(data, group=group)
             assert data.to_dense().tolist() == [3.0] * 3
             rank_store(name).set(str(rank), "")
-            rank_store(name).wait([str(one) for one in range(world_size)])
+            rank_store(name).wait([str(member) for member in range(world_size)])
         found[name] = said.getvalue()
     dist.destroy_process_group()
     config.set_current(None)
@@ -253,7 +255,9 @@ def wait_across_nodes(rank: int, world_size: int, folder: str) -> str:
     ):
         seen = live._records
         patch.setattr(
-            live, "_records", lambda home: [one for one in seen(home) if one.pid == os.getpid()]
+            live,
+            "_records",
+            lambda home: [process for process in seen(home) if process.pid == os.getpid()],
         )
         patch.setattr(live, "_node", lambda: f"node{rank}/")
         patch.setattr(record, "find", lambda: [os.getpid()])

@@ -53,7 +53,7 @@ def job(network: Network, checks: str) -> list[dict[str, Any]]:
     printed = [program.communicate(timeout=100)[0] for program in programs]
     assert not printed[1], "only rank 0 speaks"
     found: list[dict[str, Any]] = json.loads(printed[0])
-    failed = any(one["state"] == "fail" for one in found)
+    failed = any(finding["state"] == "fail" for finding in found)
     assert [program.returncode for program in programs] == [int(failed), 0]
     return found
 
@@ -63,13 +63,13 @@ def test_a_path_that_swallows_large_packets_is_found_and_mended() -> None:
         assert largest(network, 0, 1, 1500) == 1500
         network.on_switch(lambda: set_mtu("p1", 1300))  # a tunnel on the way
         found = job(network, "mtu ranks")
-        lost = [one for one in found if one["state"] == "fail"]
-        assert [one["evidence"] for one in lost] == [
+        lost = [finding for finding in found if finding["state"] == "fail"]
+        assert [finding["evidence"] for finding in lost] == [
             f"from rank {end} to rank {1 - end} packets of 1500 bytes are lost, of 1280 arrive"
             for end in range(2)
         ]
         assert lost[0]["remedy"].startswith(f"sudo ip link set {links.INTERFACE} mtu 1280 ")
-        (versions,) = [one for one in found if one["check"] == "ranks"]
+        (versions,) = [finding for finding in found if finding["check"] == "ranks"]
         assert versions["evidence"].startswith("2 nodes, ")
         for node in range(2):
             network.run(node, lambda: set_mtu(links.INTERFACE, 1280))

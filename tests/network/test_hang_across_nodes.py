@@ -139,9 +139,9 @@ def test_the_rank_to_blame_is_on_another_node(tmp_path: Path) -> None:
         assert found["verdict"]["sentence"].startswith("rank 3 (node nodeb, pid ")
         assert "never entered all_reduce #2 of group" in found["verdict"]["sentence"]
         assert LINE in found["verdict"]["sentence"]
-        assert [one["rank"] for one in found["ranks"]] == [0, 1, 2, 3]
-        assert [one["host"] for one in found["ranks"]] == ["nodea"] * 2 + ["nodeb"] * 2
-        assert all("train.py" in one["stacks"] for one in found["ranks"])
+        assert [entry["rank"] for entry in found["ranks"]] == [0, 1, 2, 3]
+        assert [entry["host"] for entry in found["ranks"]] == ["nodea"] * 2 + ["nodeb"] * 2
+        assert all("train.py" in entry["stacks"] for entry in found["ranks"])
         assert found["not_on_this_node"] == [2, 3]
         assert found["without_answer"] == []
         assert found["why_not_asked"] == ""

@@ -88,7 +88,7 @@ def results(rank: int, world_size: int, counts: list[int]) -> list[bool]:
 
 @pytest.mark.parametrize(
     "order",
-    [pytest.param(one, marks=[pytest.mark.extended] * (one != "random")) for one in ORDERS],
+    [pytest.param(order, marks=[pytest.mark.extended] * (order != "random")) for order in ORDERS],
 )
 def test_collectives_equal_gloos_in_every_rank_order(network: Network, order: str) -> None:
     counts = [1, 40001]

@@ -41,7 +41,7 @@ def test_a_job_over_nodes_is_forecast_for_nodes() -> None:
         assert (model["carrier"], model["schedule"]) == ("native", "hierarchical")
         # Both go over the one link, and there is nothing else that takes time by size.
         assert model["beta_us"] > 0
-        steps = [one["step_ms"] for one in found["forecast"]]
+        steps = [row["step_ms"] for row in found["forecast"]]
         assert steps[0] == pytest.approx(found["step_ms"], abs=1e-3)
         assert steps == sorted(steps)
         assert steps[-1] > steps[0], "more than a hundredth of a second of it can't be hidden"

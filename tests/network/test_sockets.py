@@ -40,9 +40,9 @@ def own_sockets() -> Iterator[list[socket.socket]]:
         found = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # no socket, or none of TCP
-                one = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
-                if one.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT) == NOTSENT_OF_OURS:
-                    found.append(one)
+                duplicate = stack.enter_context(socket.socket(fileno=os.dup(int(name))))
+                if duplicate.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT) == NOTSENT_OF_OURS:
+                    found.append(duplicate)
         yield found
 
 
@@ -53,13 +53,13 @@ def settings(rank: int, world_size: int, variables: dict[str, str]) -> list[tupl
     with own_sockets() as sockets:
         found = [
             (
-                one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
-                one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF),
-                one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF),
+                connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 .partition(b"\0")[0]
                 .decode(),
             )
-            for one in sockets
+            for connection in sockets
         ]
     dist.destroy_process_group()
     return found
@@ -95,7 +95,11 @@ def reduce_until_told(
     if rank == 1:
         with own_sockets() as sockets:
             user_timeout = socket.TCP_USER_TIMEOUT
-            data = [one for one in sockets if not one.getsockopt(socket.IPPROTO_TCP, user_timeout)]
+            data = [
+                connection
+                for connection in sockets
+                if not connection.getsockopt(socket.IPPROTO_TCP, user_timeout)
+            ]
             assert len(data) == 2, "the third is for control"
             (folder / "name").write_text(str(data[0].getsockname()[1]))
         (folder / "name").rename(folder / "port")

@@ -90,19 +90,19 @@ def check(record: Mapping[str, Any], budget: int) -> None:
     """That the outcome follows from the trials and the rounds."""
     assert record["tried"][0]["settings"] == {}
     assert record["tried"][1]["settings"] == {"ddp_bucket_mb": 4}
-    assert sum(len(one["steps_ms"]) for one in record["tried"]) <= budget
-    for one in record["tried"]:
-        assert one["problem"] or len(one["steps_ms"]) == STEPS
-        assert one["problem"] or one["step_ms"] == statistics.median(one["steps_ms"])
+    assert sum(len(trial["steps_ms"]) for trial in record["tried"]) <= budget
+    for trial in record["tried"]:
+        assert trial["problem"] or len(trial["steps_ms"]) == STEPS
+        assert trial["problem"] or trial["step_ms"] == statistics.median(trial["steps_ms"])
     assert {line.partition(":")[0] for line in record["left_out"]} == {"plan", "transport"}
     assert record["loss_checked"]
     if not record["best"]:
         assert (record["settings"], record["rounds"], record["times_ms"]) == ({}, {}, {})
         assert record["reason"] == "nothing was faster than the defaults"
         return
-    assert record["best"] in [one["settings"] for one in record["tried"]]
+    assert record["best"] in [trial["settings"] for trial in record["tried"]]
     rounds = {
-        name: [one["step_ms"] for one in jobs if not one["problem"]]
+        name: [job["step_ms"] for job in jobs if not job["problem"]]
         for name, jobs in record["rounds"].items()
     }
     assert set(rounds) == {"defaults", "tuned"}

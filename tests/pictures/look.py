@@ -82,13 +82,13 @@ def means(image: Image.Image) -> np.ndarray:
     return boxes[: pixels.shape[0], : pixels.shape[1]] / CELL**2
 
 
-def differing(one: Image.Image, other: Image.Image) -> np.ndarray:
-    """Return which cells of `one` have no like in `other`, there or near it: [rows, columns].
+def differing(picture: Image.Image, other: Image.Image) -> np.ndarray:
+    """Return which cells of `picture` have no like in `other`, there or near it: [rows, columns].
 
     Parts that move out of the window can't be found: cells at its lower and right edge don't count.
     """
-    width, height = (CELL * ((size - MOVED) // CELL) for size in one.size)
-    ours = means(one)[:height:CELL, :width:CELL]
+    width, height = (CELL * ((size - MOVED) // CELL) for size in picture.size)
+    ours = means(picture)[:height:CELL, :width:CELL]
     theirs = np.pad(means(other), ((MOVED, MOVED), (MOVED, MOVED), (0, 0)), mode="edge")
     nearest = np.full(ours.shape[:2], np.inf)
     for down in range(0, 2 * MOVED + 1, 2):
@@ -98,13 +98,13 @@ def differing(one: Image.Image, other: Image.Image) -> np.ndarray:
     return nearest > CELL_LIMIT
 
 
-def difference(one: Image.Image, other: Image.Image) -> str:
+def difference(picture: Image.Image, other: Image.Image) -> str:
     """Return what tells one picture from another, in words; "" if they look the same."""
-    if any(abs(a - b) > CELL for a, b in zip(one.size, other.size, strict=True)):
-        return f"sizes are {one.size} and {other.size}"
-    size = tuple(min(pair) for pair in zip(one.size, other.size, strict=True))
-    one, other = one.crop((0, 0, *size)), other.crop((0, 0, *size))
-    other_cells = differing(one, other) | differing(other, one)
+    if any(abs(a - b) > CELL for a, b in zip(picture.size, other.size, strict=True)):
+        return f"sizes are {picture.size} and {other.size}"
+    size = tuple(min(pair) for pair in zip(picture.size, other.size, strict=True))
+    picture, other = picture.crop((0, 0, *size)), other.crop((0, 0, *size))
+    other_cells = differing(picture, other) | differing(other, picture)
     count = int(other_cells.sum())
     if count <= MOST_OTHER:
         return ""

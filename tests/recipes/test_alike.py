@@ -55,8 +55,8 @@ def _unlike(rank: int, world_size: int) -> None:
     own = torch.stack(drawn)
     ranks = [torch.empty(3) for _ in range(world_size)]
     torch.distributed.all_gather(ranks, own)
-    assert all(torch.equal(one[0], one[2]) for one in ranks)
-    assert len({value.item() for one in ranks for value in one[:2]}) == 2 * world_size
+    assert all(torch.equal(values[0], values[2]) for values in ranks)
+    assert len({value.item() for values in ranks for value in values[:2]}) == 2 * world_size
 
 
 def test_ranks_have_the_same_but_for_random_numbers() -> None:

@@ -30,20 +30,22 @@ class Parts:
     resizes = True
 
     def __init__(self, rank: int) -> None:
-        self.sizes = [(137 * one + 60) % 300 for one in range(RANKS)]
+        self.sizes = [(137 * member + 60) % 300 for member in range(RANKS)]
         self.found: list[bytes] = []
         self.rank = rank
 
     @staticmethod
     def part(rank: int, size: int) -> bytes:
-        return bytes((rank + 7 * one) % 256 for one in range(size))
+        return bytes((rank + 7 * place) % 256 for place in range(size))
 
     def save(self, folder: Path, rank: int) -> None:
         (folder / "engine").mkdir(exist_ok=True)
         (folder / "engine" / f"part-{rank}").write_bytes(self.part(rank, self.sizes[rank]))
 
     def load(self, folder: Path, rank: int, saved_by: int) -> None:
-        self.found = [(folder / "engine" / f"part-{one}").read_bytes() for one in range(saved_by)]
+        self.found = [
+            (folder / "engine" / f"part-{saver}").read_bytes() for saver in range(saved_by)
+        ]
 
     def is_whole(self) -> bool:
         return self.found == [self.part(rank, size) for rank, size in enumerate(self.sizes)]

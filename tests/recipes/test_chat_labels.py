@@ -75,7 +75,7 @@ def answers():
     cut = [sorted(chance.sample(range(len(marks)), 2)) for _ in range(12)]
     parts = [marks[start:end].replace("<|", "").replace("|>", "").strip() for start, end in cut]
     noise = ["".join(chance.choices(string.printable, k=chance.randint(1, 9))) for _ in range(12)]
-    return [one for one in ["a", "d", "start", "I", "Yes", *parts, *noise] if one.strip()]
+    return [part for part in ["a", "d", "start", "I", "Yes", *parts, *noise] if part.strip()]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_labels_lie_on_the_answers_whatever_they_say(tokenizer, end):
     said = answers()
     for first, second in zip(said, reversed(said), strict=True):
         turns = (QUESTION, Message("assistant", first), QUESTION, Message("assistant", second))
-        found = [one.removesuffix(end).strip() for one in trained(tokenizer, *turns)]
+        found = [text.removesuffix(end).strip() for text in trained(tokenizer, *turns)]
         assert found == [first.strip(), second.strip()]
-        assert all(one.endswith(end) for one in trained(tokenizer, *turns))
+        assert all(text.endswith(end) for text in trained(tokenizer, *turns))
 
 
 def test_an_empty_answer_trains_its_own_end_alone():

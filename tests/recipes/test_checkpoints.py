@@ -204,7 +204,7 @@ def test_a_worker_lives_as_long_as_its_rank_needs_it(two_threads):
     batches = batches_of(lambda index, epoch: torch.tensor(index), 1)
     others = multiprocessing.active_children()
     next(batches)
-    (worker,) = [one for one in multiprocessing.active_children() if one not in others]
+    (worker,) = [child for child in multiprocessing.active_children() if child not in others]
     subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
     for _ in range(40):
         next(batches)

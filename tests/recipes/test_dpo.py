@@ -27,7 +27,7 @@ TINY = [
 
 def written(tmp_path, *records):
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
@@ -49,7 +49,7 @@ def written(tmp_path, *records):
 def test_pairs_in_all_forms_are_the_same(tmp_path, record):
     (pair,), unknown = read_pairs(written(tmp_path, {**record, "score": 3}))
     for conversation, answer in ((pair.chosen, "Yes."), (pair.rejected, "No.")):
-        said = [(one.role, one.content) for one in conversation.messages]
+        said = [(message.role, message.content) for message in conversation.messages]
         assert said == [("user", "Is it?"), ("assistant", answer)]
         assert conversation.answers == [1]
     assert unknown == ["score"]
@@ -91,10 +91,15 @@ def test_the_loss_is_dpos():
     with torch.no_grad():
         loss = dpo.preference_loss(model, 0.5)(batch, torch.tensor(2.0)).item()
         scores = []
-        for one in examples:
-            likelihoods = model(input_ids=torch.tensor([one.input_ids])).logits[0].log_softmax(-1)
+        for example in examples:
+            likelihoods = (
+                model(input_ids=torch.tensor([example.input_ids])).logits[0].log_softmax(-1)
+            )
             scores.append(
-                sum(likelihoods[at - 1, one.input_ids[at]] for at in range(2, len(one.input_ids)))
+                sum(
+                    likelihoods[at - 1, example.input_ids[at]]
+                    for at in range(2, len(example.input_ids))
+                )
             )
     margin = (scores[0] + 9.0) - (scores[1] + 5.0)
     assert loss == pytest.approx(math.log1p(math.exp(-0.5 * margin)) / 2, rel=1e-4)
@@ -112,8 +117,8 @@ def test_it_learns_to_prefer_and_saves_a_model(tmp_path):
     words = [f"data={written(tmp_path, *records)}", f"output_dir={tmp_path / 'runs'}", "epochs=2"]
     assert dpo.main([*TINY, *words, "learning_rate=1e-2"]) == 0
     (run_dir,) = runs(str(tmp_path / "runs"), "dpo")
-    lines = [json.loads(one) for one in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [one["loss"] for one in lines if "loss" in one]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)  # nothing is preferred yet
     assert len(losses) == 36  # two epochs of 36 pairs; a tenth is held out
     assert lines[-1]["held_out_loss"] < 0.6

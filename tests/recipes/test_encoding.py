@@ -21,8 +21,10 @@ OPTIONS = TextOptions(name="t", max_length=40)
 
 def conversations(number=7):
     return [
-        Conversation((Message("user", f"{one}?"), Message("assistant", one * "x")), where=f"{one}")
-        for one in range(1, number + 1)
+        Conversation(
+            (Message("user", f"{place}?"), Message("assistant", place * "x")), where=f"{place}"
+        )
+        for place in range(1, number + 1)
     ]
 
 
@@ -44,7 +46,9 @@ def times(monkeypatch, tmp_path):
 def test_a_later_run_finds_what_was_encoded(times, tmp_path):
     tokenizer = chat_tokenizer()
     first = encoded_by_all(conversations(), tokenizer, OPTIONS, ALONE)
-    assert first == [encode_one(one, tokenizer, OPTIONS) for one in conversations()]
+    assert first == [
+        encode_one(conversation, tokenizer, OPTIONS) for conversation in conversations()
+    ]
     assert len(times) == 7
     assert encoded_by_all(conversations(), chat_tokenizer(), OPTIONS, ALONE) == first
     assert len(times) == 7
@@ -85,7 +89,7 @@ def _share(rank, world_size, is_wrong):
             found = encoded_by_all(data, chat_tokenizer(), OPTIONS, process)
         except RecipeError as error:
             return str(error)
-    assert found == [encode_one(one, chat_tokenizer(), OPTIONS) for one in data]
+    assert found == [encode_one(conversation, chat_tokenizer(), OPTIONS) for conversation in data]
     return len(encoded)
 
 

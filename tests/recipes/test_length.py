@@ -137,9 +137,9 @@ def test_muon_takes_the_matrices_within_and_follows_the_schedule():
     optimizer = make_optimizer(model, model.parameters(), Config(optimizer="muon"), 0.1)
     muon, others = optimizer.param_groups
     ends = {id(model.model.embed_tokens.weight), id(model.lm_head.weight)}
-    assert {id(one) for one in muon["params"]}.isdisjoint(ends)
-    assert ends <= {id(one) for one in others["params"]}
-    assert all(one.ndim == 2 for one in muon["params"])
+    assert {id(parameter) for parameter in muon["params"]}.isdisjoint(ends)
+    assert ends <= {id(parameter) for parameter in others["params"]}
+    assert all(parameter.ndim == 2 for parameter in muon["params"])
     schedule = make_schedule(optimizer, Config(steps=10, warmup_steps=2))
     schedule.step()
     schedule.step()
@@ -167,6 +167,6 @@ def test_a_run_leaves_its_options_and_a_model_card(tmp_path):
     front = yaml.safe_load(card.split("---")[1])
     assert front["tags"] == ["deepytorch", "llama_sft"]
     assert "loss held out" in card
-    steps = [json.loads(one) for one in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in steps if "loss" in one] == [1, 2]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps if "loss" in step] == [1, 2]
     assert steps[0]["learning_rate"] > 0

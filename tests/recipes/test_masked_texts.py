@@ -84,7 +84,7 @@ def test_texts_are_cut_between_the_special_tokens(tokenizer, caplog):
 def test_special_tokens_are_never_hidden(tokenizer, ids):
     for seed in range(20):
         example = bert_mlm.mask(ids, tokenizer, random.Random(seed))
-        hidden = [place for place, one in enumerate(example.labels) if one != IGNORED_LABEL]
+        hidden = [place for place, label in enumerate(example.labels) if label != IGNORED_LABEL]
         assert hidden == ([2] if THE in ids else [])
         unhidden = [place for place in range(len(ids)) if place not in hidden]
         assert all(example.input_ids[place] == ids[place] for place in unhidden)

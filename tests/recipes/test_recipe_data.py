@@ -45,7 +45,9 @@ print(hashlib.sha256(repr(standard_library_pairs()).encode()).hexdigest())
 
 
 def encode_all(conversations, tokenizer, chosen):
-    return fitting([encode_one(one, tokenizer, chosen) for one in conversations], chosen)
+    return fitting(
+        [encode_one(conversation, tokenizer, chosen) for conversation in conversations], chosen
+    )
 
 
 def options(max_length, **others):
@@ -241,7 +243,7 @@ def test_held_out_examples_that_are_left_out_are_counted(prepared):
 
 def test_examples_with_an_empty_answer_are_left_out_in_every_format(prepared):
     alpaca = [{"instruction": "q", "output": "a"} for _ in range(4)]
-    chats = [{"messages": [dict(one) for one in SPOKEN]} for _ in range(4)]
+    chats = [{"messages": [dict(message) for message in SPOKEN]} for _ in range(4)]
     assert "left out because their prompt alone is longer; 1 held" in prepared(alpaca)[1]
     alpaca[2]["output"] = " \n"
     chats[1]["messages"][2] = {"role": "assistant", "content": ""}
@@ -358,13 +360,15 @@ def test_a_history_that_is_none_is_refused(tmp_path, history):
 def test_lines_end_at_line_feeds_alone(tmp_path, encoding):
     # JSON's strings may hold these as they are, though Python ends lines at them.
     texts = [f"a{mark}b" for mark in "\x85\u2028\u2029"]
-    records = [json.dumps({"instruction": "q", "output": one}, ensure_ascii=False) for one in texts]
+    records = [
+        json.dumps({"instruction": "q", "output": text}, ensure_ascii=False) for text in texts
+    ]
     lines, whole = tmp_path / "data.jsonl", tmp_path / "data.json"
     lines.write_bytes("\r\n\n".join(records).encode(encoding))
     whole.write_bytes(f"[{','.join(records)}]".encode(encoding))
     for path in (lines, whole):
         found = read_conversations(path).found
-        assert [one.messages[1].content for one in found] == texts
+        assert [conversation.messages[1].content for conversation in found] == texts
 
 
 def test_missing_data_file_is_named(tmp_path):
@@ -386,7 +390,7 @@ TURNS = (
     Message("assistant", "two, too"),
 )
 CHAT = Conversation(TURNS)
-SPOKEN = [one.for_template() for one in TURNS]
+SPOKEN = [turn.for_template() for turn in TURNS]
 
 
 def test_marked_and_unmarked_templates_train_the_same_tokens():
@@ -421,7 +425,7 @@ def test_a_record_that_the_template_refuses_is_named(tmp_path):
     records = [SPOKEN[1:] for _ in range(total)]
     records[number] = SPOKEN
     path = tmp_path / "data.json"
-    path.write_text(json.dumps([{"messages": one} for one in records]))
+    path.write_text(json.dumps([{"messages": messages} for messages in records]))
     chosen = TextOptions(name="test", data=str(path), seed=random.randrange(99), held_out=1)
     with pytest.raises(RecipeError) as failure:
         prepare_data(chosen, tokenizer, Process(0, 1, torch.device("cpu")))
@@ -441,7 +445,7 @@ def test_sharegpt_is_read_in_every_spelling(tmp_path):
                 {"from": "gpt", "value": "two, too"},
             ]
         },
-        {"messages": [{"role": one.role, "content": one.content} for one in TURNS]},
+        {"messages": [{"role": turn.role, "content": turn.content} for turn in TURNS]},
     ]
     whole, table = tmp_path / "data.json", tmp_path / "data.parquet"
     whole.write_text(json.dumps(spellings))
@@ -458,9 +462,9 @@ def test_sharegpt_is_read_in_every_spelling(tmp_path):
 @pytest.mark.parametrize("others", [{}, {"instruction": None, "input": None, "output": None}])
 @pytest.mark.parametrize("field", ["conversations", "messages"])
 def test_what_a_table_fills_with_null_hides_nothing(tmp_path, field, others):
-    first = [{"from": None, "value": None, **one} for one in SPOKEN]
+    first = [{"from": None, "value": None, **message} for message in SPOKEN]
     second = [
-        {"from": one.role, "value": one.content, "role": None, "content": None} for one in TURNS
+        {"from": turn.role, "value": turn.content, "role": None, "content": None} for turn in TURNS
     ]
     empty = {"conversations": None, "messages": None, **others}
     path = tmp_path / "data.json"
@@ -551,9 +555,9 @@ def test_rows_are_filled_with_every_example_once():
     chance = random.Random(5)
     examples = [Example([number] * chance.randint(1, 90), []) for number in range(400)]
     rows = fill_rows(examples, 100)
-    sizes = [sum(len(one.input_ids) for one in row) for row in rows]
+    sizes = [sum(len(example.input_ids) for example in row) for row in rows]
     assert max(sizes) <= 100
-    assert sorted(one.input_ids[0] for row in rows for one in row) == list(range(400))
+    assert sorted(example.input_ids[0] for row in rows for example in row) == list(range(400))
     assert sum(sizes) / (100 * len(rows)) > 0.95
     assert rows == fill_rows(examples, 100)
 
@@ -563,6 +567,6 @@ def test_filled_rows_need_training_without_padding():
         options(100, packing="fixed", padding_free="off")
     arms = {packing: options(100, packing=packing) for packing in ("none", "batch", "fixed")}
     found = {
-        name: (one.padding_free_of(False), one.padding_free_of(True)) for name, one in arms.items()
+        name: (arm.padding_free_of(False), arm.padding_free_of(True)) for name, arm in arms.items()
     }
     assert found == {"none": ("off", "off"), "batch": ("off", "auto"), "fixed": ("auto", "auto")}

@@ -18,7 +18,7 @@ from deepytorch.recipes.qwen_lora import chat_tokenizer
 
 # Tools, calls, names and thoughts have a place; as Qwen3's, it drops thoughts before a question.
 ABLE = """{%- for tool in tools or [] %}[TOOL {{ tool | tojson }}]{% endfor %}
-{%- for one in documents or [] %}[DOCUMENT {{ one.text }}]{% endfor %}
+{%- for document in documents or [] %}[DOCUMENT {{ document.text }}]{% endfor %}
 {%- set ns = namespace(asked=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}
 {%- endfor %}
@@ -182,7 +182,7 @@ def test_thoughts_are_trained_where_the_template_keeps_them(read):
     later = read({"messages": [ASKED, thoughtful, ASKED, thoughtful]})
     assert texts(later, able())[1] == ["a<|im_end|>", "<think>so</think>a<|im_end|>"]
     whole = TextOptions(name="test", max_length=10_000)
-    assert [encode(one, able(), whole).num_thoughts for one in (kept, later)] == [0, 1]
+    assert [encode(chat, able(), whole).num_thoughts for chat in (kept, later)] == [0, 1]
     for field in ("reasoning_content", "thinking", "reasoning"):
         conversation = read({"messages": [ASKED, {**SAID, field: "so"}]})
         with pytest.raises(RecipeError, match=f'turn 1: the chat template leaves out "{field}"'):
@@ -253,7 +253,7 @@ def test_of_prompt_and_completion_the_completion_is_trained(read):
 def test_parts_of_a_text_are_one_text(read):
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     conversation = read({"messages": [{**ASKED, "content": parts}, {**SAID, "content": parts}]})
-    assert [one.content for one in conversation.messages] == ["one two", "one two"]
+    assert [message.content for message in conversation.messages] == ["one two", "one two"]
 
 
 REFUSED = [
@@ -364,7 +364,7 @@ def test_empty_fields_ask_for_nothing(read, tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist(rows), table)
     first, second = read_conversations(table).found
     assert first == plain
-    tools = [one["function"] for one in second.options["tools"]]
+    tools = [tool["function"] for tool in second.options["tools"]]
     assert tools == [TOOL, {"name": "date", "returns": {"type": "string"}}]  # no nulls
 
 

@@ -29,7 +29,7 @@ def test_tables_are_read_as_they_are_written(tmp_path, kind):
         writer.writerows(rows)
         path.write_text(text.getvalue())
     elif kind == "jsonl":
-        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "saved":
         datasets.Dataset.from_list(rows).save_to_disk(path)
     else:
@@ -38,7 +38,7 @@ def test_tables_are_read_as_they_are_written(tmp_path, kind):
         file.parent.mkdir(exist_ok=True)
         datasets.Dataset.from_list(rows).to_parquet(file)
     found = read_conversations(path).found
-    assert [one.messages[-1].content for one in found] == ["007", "NA"]
+    assert [conversation.messages[-1].content for conversation in found] == ["007", "NA"]
     assert str(path) in found[0].where
 
 
@@ -46,7 +46,11 @@ def test_texts_are_trained_as_they_are(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("Once upon a time\n\nThe end\n")
     found = read_conversations(path).found
-    assert [one.messages[0].content for one in found] == ["Once upon a time", "", "The end"]
+    assert [conversation.messages[0].content for conversation in found] == [
+        "Once upon a time",
+        "",
+        "The end",
+    ]
     assert has_empty_answer(found[1])
     tokenizer = byte_tokenizer()
     example, *_ = encode(found[0], tokenizer, TextOptions(name="test"))

@@ -140,7 +140,7 @@ def test_a_resumed_run_follows_its_own_options(unbroken, tmp_path, monkeypatch, 
     options = bert_mlm.Config(steps=STEPS + 3, warmup_steps=2)
     (factor,) = make_schedule(torch.optim.SGD([torch.zeros(())], lr=1.0), options).lr_lambdas
     expected = [rate * factor(done) for done in range(STEPS, STEPS + 3)]
-    assert used == [(one, one, decay) for one in expected]
+    assert used == [(planned, planned, decay) for planned in expected]
 
 
 def test_other_data_than_the_checkpoints_is_said(unbroken, tmp_path, capfd):
@@ -314,7 +314,7 @@ def test_weights_and_biases_gets_the_same_scalars(tmp_path, monkeypatch, capsys)
     assert runs[0]["name"] == run_dir.name
     assert runs[0]["config"]["steps"] == 2
     assert runs[-1] == "finished"
-    assert {step: one["train/loss"] for step, one in logged if "train/loss" in one} == (
+    assert {step: values["train/loss"] for step, values in logged if "train/loss" in values} == (
         pytest.approx(losses(run_dir))
     )
     monkeypatch.setitem(sys.modules, "wandb", None)

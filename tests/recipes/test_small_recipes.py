@@ -120,7 +120,7 @@ def test_a_bert_without_an_end_token_trains_from_its_folder(tmp_path):
 
 def test_adapter_and_merged_model_answer_alike(tmp_path):
     data = tmp_path / "chats.jsonl"
-    data.write_text("\n".join(json.dumps(one) for one in CHATS))
+    data.write_text("\n".join(json.dumps(chat) for chat in CHATS))
     words = [*QWEN, f"data={data}", "max_length=256", "steps=8", "batch_size=2"]
     run_dir = run(qwen_lora, tmp_path / "runs", *words, "merge_adapter=true")
     found = losses(run_dir)
@@ -200,7 +200,9 @@ def test_lora_loads_into_a_pipeline(tmp_path, architecture, monkeypatch):
     pipeline.load_lora_weights(run_dir / "lora")
     adapted = [name for name, _ in parts.unet.named_parameters() if "lora_B" in name]
     assert adapted
-    assert any(one.abs().max() > 0 for n, one in parts.unet.named_parameters() if "lora_B" in n)
+    assert any(
+        parameter.abs().max() > 0 for n, parameter in parts.unet.named_parameters() if "lora_B" in n
+    )
     assert with_text == any("lora" in name for name, _ in parts.text_encoders[0].named_parameters())
 
 

@@ -68,20 +68,22 @@ def tokenizer_of(name):
 def ours(tokenizer, conversation):
     example = encode(conversation, tokenizer, TextOptions(name="t", max_length=100_000)).example
     return [
-        (one, label != IGNORED_LABEL)
-        for one, label in zip(example.input_ids, example.labels, strict=True)
+        (token, label != IGNORED_LABEL)
+        for token, label in zip(example.input_ids, example.labels, strict=True)
     ]
 
 
 def theirs(tokenizer, name, conversation, leaving_out=()):
     """As TRL's SFTTrainer encodes with assistant_only_loss."""
     turns = [
-        {key: value for key, value in one.for_template().items() if key not in leaving_out}
-        for one in conversation.messages
+        {key: value for key, value in message.for_template().items() if key not in leaving_out}
+        for message in conversation.messages
     ]
     if name.removesuffix("_training.jinja") in PARTS_ALONE:
         turns = prepare_multimodal_messages(turns)
-    options = {key: one for key, one in conversation.options.items() if key not in leaving_out}
+    options = {
+        key: option for key, option in conversation.options.items() if key not in leaving_out
+    }
     found = tokenizer.apply_chat_template(
         turns,
         chat_template=(FOLDER / name).read_text(),
@@ -138,8 +140,8 @@ def test_without_trl_marks_show_where_answers_lie(monkeypatch):
 
     def answers():
         marked = ours(tokenizer, conversation)
-        text = tokenizer.decode([one if is_marked else newline for one, is_marked in marked])
-        return [one for one in text.split("\n") if one]
+        text = tokenizer.decode([token if is_marked else newline for token, is_marked in marked])
+        return [line for line in text.split("\n") if line]
 
     (newline,) = tokenizer("\n", add_special_tokens=False)["input_ids"]
     expected = answers()

@@ -40,10 +40,10 @@ def held():
             found["hooks", name] = len(value)
     found["sys", "meta_path"] = len(sys.meta_path)
     return found
-def differing(one, other):
+def differing(old, new):
     # Functions of torch that count how often something was asked for, and caches, are none of ours.
     return sorted(
-        key for key in one if key in other and one[key] is not other[key] and one[key] != other[key]
+        key for key in old if key in new and old[key] is not new[key] and old[key] != new[key]
     )
 """
 TRAIN = """
@@ -94,7 +94,7 @@ def told_forked(
 
 
 def read(printed: str, said: str) -> dict[str, Any]:
-    (line,) = [one for one in printed.splitlines() if one.startswith("{")]
+    (line,) = [text for text in printed.splitlines() if text.startswith("{")]
     found: dict[str, Any] = json.loads(line)
     return {**found, "stderr": said}
 
@@ -111,7 +111,7 @@ def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Pat
         + "from deepytorch_core.base.patching import replaced\n"
         + "kept = train()\n"
         + "on = differing(before, held())\n"
-        + "listed = [(one.owner, one.name, one.why) for one in replaced()]\n"
+        + "listed = [(patch.owner, patch.name, patch.why) for patch in replaced()]\n"
         + "deepytorch.deactivate()\n"
         + "print(json.dumps({'on': on, 'listed': listed, 'off': differing(before, held())}))\n",
         tmp_path,
@@ -119,20 +119,22 @@ def test_every_attribute_that_is_replaced_is_listed_and_given_back(tmp_path: Pat
     listed = {(owner, name) for owner, name, _ in found["listed"]}
     assert all(why for _, _, why in found["listed"])
     assert ("accelerate.accelerator.Accelerator", "__init__") in listed
-    changed = {tuple(one) for one in found["on"]} - {
+    changed = {tuple(patch) for patch in found["on"]} - {
         ("hooks", "_global_optimizer_post_hooks"),
         ("sys", "meta_path"),
     }
     # Modules of torch.distributed have the same functions by the same names.
     unlisted = {
-        one for one in changed if one not in listed and one[1] not in {name for _, name in listed}
+        patch
+        for patch in changed
+        if patch not in listed and patch[1] not in {name for _, name in listed}
     }
     assert unlisted == set()
     assert found["off"] == []
     # Patches that came with the models are in the command's list as well.
     assert {("accelerate.accelerator.Accelerator", "prepare")} <= listed
-    later = {one[:2] for one in explain_patches.LATER}
-    at_once = [one for one in listed if one not in later]
+    later = {patch[:2] for patch in explain_patches.LATER}
+    at_once = [patch for patch in listed if patch not in later]
     assert ("accelerate.accelerator.Accelerator", "__init__") in at_once
     assert {name for _, name in listed} & {"prepare", "send_to_device"} <= {
         name for _, name in later

@@ -45,7 +45,7 @@ if "deepytorch" in sys.modules:
     found |= {{"decisions": deepytorch.report().decisions, "met": _seams.met()}}
     deepytorch.deactivate()
     from deepytorch_core.base import patching
-    found["left"] = [f"{{one.owner}}.{{one.name}}" for one in patching.replaced()]
+    found["left"] = [f"{{patch.owner}}.{{patch.name}}" for patch in patching.replaced()]
 print("\\ndid:", json.dumps(found, default=str), flush=True)
 """
 # Nothing waits for the run to be long, and nothing is measured.
@@ -209,7 +209,7 @@ def as_ever(line: str) -> str:
 
 
 def numbers(lines: list[str]) -> list[float]:
-    return [float(one) for line in lines for one in re.findall(r"\d+\.\d+", line)]
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
 
 
 def assert_same(ours: Outcome, stock: Outcome, case: Case) -> None:
@@ -217,13 +217,13 @@ def assert_same(ours: Outcome, stock: Outcome, case: Case) -> None:
     assert numbers(ours.losses) == pytest.approx(numbers(stock.losses), abs=2e-4)
     assert (ours.printed, ours.warnings) == (stock.printed, stock.warnings)
     expected = (*USUAL, *case.stock, *case.given_up)
-    assert [line for line in ours.said if not any(one in line for one in expected)] == []
+    assert [line for line in ours.said if not any(phrase in line for phrase in expected)] == []
     assert max(map(len, ours.said), default=0) < MOST_SAID
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=[pytest.mark.extended] * (one in EXTENDED)) for one in CASES],
+    [pytest.param(case, marks=[pytest.mark.extended] * (case in EXTENDED)) for case in CASES],
 )
 def test_a_script_trains_as_it_does_and_compute_is_on(
     name: str, outcome: Callable[..., Outcome], tmp_path: Path
@@ -233,21 +233,21 @@ def test_a_script_trains_as_it_does_and_compute_is_on(
     assert stock.did[0]["modules"] == []
     ours = outcome(name, "import", tmp_path)
     assert_same(ours, stock, case)
-    for one in ours.did:
-        assert one["met"] == case.met.split()
-        made = [each for each in one["decisions"] if "what" in each]
+    for did in ours.did:
+        assert did["met"] == case.met.split()
+        made = [each for each in did["decisions"] if "what" in each]
         chosen = {each["what"].removeprefix("compile of "): each["chosen"] for each in made}
         assert case.compiled | case.stock <= set(chosen), chosen
         assert {chosen[what] for what in case.compiled} <= {"aot-eager", "packed"}
         assert {chosen[what] for what in case.stock} <= {"eager", "stock"}
-        assert set(one["left"]) <= STAYS
+        assert set(did["left"]) <= STAYS
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "plain",
-        *(pytest.param(one, marks=pytest.mark.extended) for one in ("ddp", "hogwild", "methods")),
+        *(pytest.param(name, marks=pytest.mark.extended) for name in ("ddp", "hogwild", "methods")),
     ],
 )
 def test_run_switches_on_what_import_does(
@@ -255,7 +255,7 @@ def test_run_switches_on_what_import_does(
 ) -> None:
     ours = outcome(name, "run", tmp_path)
     assert_same(ours, outcome(name, "neither", tmp_path), CASES[name])
-    assert all(one["met"] == CASES[name].met.split() for one in ours.did)
+    assert all(did["met"] == CASES[name].met.split() for did in ours.did)
 
 
 @pytest.mark.extended
@@ -273,4 +273,4 @@ def test_every_part_has_its_switch(outcome: Callable[..., Outcome], tmp_path: Pa
     for switch in ({**off, "DEEPYTORCH_KERNELS": "off"}, {"DEEPYTORCH_ENABLED": "0"}):
         ours = outcome("plain", "import", tmp_path, **switch)
         assert ours[:4] == stock[:4]
-        assert [(one["met"], one["decisions"]) for one in ours.did] == [([], [])]
+        assert [(did["met"], did["decisions"]) for did in ours.did] == [([], [])]

@@ -121,7 +121,7 @@ class Arm:
         command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={root}"]
         command += ["-p", "no:cacheprovider", "-p", "suite_plugin"]
         command += ["--continue-on-collection-errors", *self._setting.options]
-        command += [str(root / one) for one in tests or batch.files]
+        command += [str(root / file) for file in tests or batch.files]
         env = {**self._env, **batch.environment, "SUITE_ROWS": str(rows)}
         env["PYTHONPATH"] = os.pathsep.join(map(str, (*self._path, *batch.path)))
         with tempfile.TemporaryDirectory() as folder, rows.with_suffix(".log").open("a") as log:

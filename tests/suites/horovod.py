@@ -157,7 +157,7 @@ def run(
             ranks[fork(lambda told=told: in_rank(file, name, told, prepare), output)] = output
         ended = dict(ends(set(ranks)))
         said = [outcome_of(output, ended[pid]) for pid, output in ranks.items()]
-    return max(said, key=lambda one: [PASSED, SKIPPED, FAILED].index(one[0]))
+    return max(said, key=lambda outcome: [PASSED, SKIPPED, FAILED].index(outcome[0]))
 
 
 def fork(program: Callable[[], Outcome], output: Path) -> int:

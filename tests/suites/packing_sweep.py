@@ -39,10 +39,10 @@ def architectures() -> Iterator[tuple[type, type]]:
     seen = set()
     for mapping in MAPPINGS:
         for config, found in getattr(modeling_auto, mapping).items():
-            for one in found if isinstance(found, tuple) else (found,):
-                if one not in seen:
-                    seen.add(one)
-                    yield one, config
+            for kind in found if isinstance(found, tuple) else (found,):
+                if kind not in seen:
+                    seen.add(kind)
+                    yield kind, config
 
 
 def tried(kind: type, config: type) -> str | None:
@@ -72,7 +72,7 @@ def batches(model: Any, found: Conventions) -> Iterator[dict[str, torch.Tensor]]
         ids = torch.randint(0, vocabulary, plain["input_ids"].shape, generator=generator)
         plain["input_ids"] = torch.where(plain["attention_mask"] != 0, ids, plain["input_ids"])
         if padding_side == "left":
-            plain = {name: one.flip(1) for name, one in plain.items()}
+            plain = {name: tensor.flip(1) for name, tensor in plain.items()}
             first = plain["attention_mask"].argmax(dim=1, keepdim=True)
             plain["labels"].scatter_(1, first, -100)  # else it is predicted from padding
         special = packing_contents.special(model, plain, model)
@@ -87,11 +87,11 @@ def compare(model: Any, found: Conventions, batch: dict[str, torch.Tensor]) -> N
     forward = PackedForward(packed, packed, found, is_asked=False)
     undo = forward.install(packed)
     results = []
-    for one in (model, packed):
-        one.zero_grad()
-        loss = one(**batch).loss
+    for network in (model, packed):
+        network.zero_grad()
+        loss = network(**batch).loss
         loss.backward()
-        gradients = [p.grad.flatten() for p in one.parameters() if p.grad is not None]
+        gradients = [p.grad.flatten() for p in network.parameters() if p.grad is not None]
         results.append((float(loss), torch.cat(gradients)))
     undo()
     (expected, gradient), (loss, other) = results

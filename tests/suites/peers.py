@@ -74,12 +74,12 @@ class Suite:
 SUITES = {
     # Needs the packages parameterized and torchdata.
     "accelerate": Suite(
-        files=["tests/test_*.py", *(f"!tests/test_{one}.py" for one in _FROM_THE_HUB)],
+        files=["tests/test_*.py", *(f"!tests/test_{name}.py" for name in _FROM_THE_HUB)],
         environment=OFFLINE,
     ),
     # CHECKOUT is the folder that has the package accelerate.
     "accelerate-scripts": Suite(
-        files=[f"{_SCRIPTS}/test_*.py", *(f"!{_SCRIPTS}/test_{one}.py" for one in _FAILING)],
+        files=[f"{_SCRIPTS}/test_*.py", *(f"!{_SCRIPTS}/test_{name}.py" for name in _FAILING)],
         options=["-c", os.devnull, "-p", "no:python", "-p", "scripts_plugin"],
         environment=OFFLINE,
     ),
@@ -115,9 +115,9 @@ SUITES = {
             "tests/unit/comm/test_*.py",
             "tests/unit/pipe/test_*.py",
             "tests/unit/runtime/pipe/test_*.py",
-            *(f"tests/unit/checkpoint/test_{one}.py" for one in _CHECKPOINTS),
-            *(f"tests/unit/runtime/zero/test_{one}.py" for one in _ZERO),
-            *(f"tests/unit/v1/zero/test_{one}.py" for one in _ZERO_V1),
+            *(f"tests/unit/checkpoint/test_{name}.py" for name in _CHECKPOINTS),
+            *(f"tests/unit/runtime/zero/test_{name}.py" for name in _ZERO),
+            *(f"tests/unit/v1/zero/test_{name}.py" for name in _ZERO_V1),
         ],
         root="tests",
         environment={"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "4"},
@@ -152,7 +152,7 @@ def main() -> int:
         },
     )
     both = Arm(STOCK, setting), Arm(LINE, setting)
-    path = [checkout / one for one in suite.path]
+    path = [checkout / part for part in suite.path]
     found, differing = arms.run(both, _batches(files, setting.root, path))
     _tell(both, differing, len(found[0] | found[1]), logs)
     if asked.json:
@@ -197,7 +197,9 @@ def _tell(both: tuple[Arm, Arm], differing: list[str], number: int, logs: Path) 
     groups = line.groups()
     print(f"deepytorch took over {groups.total()} groups, in {len(groups)} tests, and decided:")
     for what, chosen in sorted(_by_kind(line).items()):
-        print(f"    {what}: " + ", ".join(f"{one} {times}" for one, times in chosen.most_common()))
+        print(
+            f"    {what}: " + ", ".join(f"{name} {times}" for name, times in chosen.most_common())
+        )
 
 
 def _by_kind(line: Arm) -> dict[str, Counter[str]]:

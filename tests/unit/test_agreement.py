@@ -113,12 +113,12 @@ def gather_with(late_s: float, **changes: Any) -> list[list[str]]:
     store = HashStore()
     changes = {"here_limit_s": 60.0, "what": "deciding on kernels"} | changes
 
-    def one(rank: int) -> list[str]:
+    def gathered(rank: int) -> list[str]:
         time.sleep(rank * late_s)
         return agreement.gather(store, rank=rank, size=2, value=f"of {rank}", **changes)
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(one, range(2)))
+        return list(pool.map(gathered, range(2)))
 
 
 def test_a_long_wait_for_what_all_gather_is_told(

@@ -81,9 +81,11 @@ def test_plain_and_tuned_stand_in_one_chart(tmp_path: Path) -> None:
     assert chart.series == ("torch.compile (tuned)", "deepytorch")
     assert chart.rows == {"transformers/llama": ((2.0, 1.9, 2.2), (1.5, 1.4, 1.6))}
     drawing = ElementTree.fromstring(charts.svg(chart))
-    texts = [one.text for one in drawing.iter() if one.tag.endswith("text")]
+    texts = [element.text for element in drawing.iter() if element.tag.endswith("text")]
     assert texts == ["torch.compile (tuned)", "deepytorch", "transformers/llama", "2.00x", "1.50x"]
-    widths = [float(one.get("width", 0)) for one in drawing.iter() if one.tag.endswith("rect")]
+    widths = [
+        float(element.get("width", 0)) for element in drawing.iter() if element.tag.endswith("rect")
+    ]
     assert widths[3] / widths[4] == pytest.approx(2.0 / 1.5, rel=1e-3)
 
 
@@ -130,7 +132,7 @@ def test_the_median_lies_within_the_quartiles_of_the_same_pairs() -> None:
 def test_no_record_of_this_project_says_otherwise() -> None:
     files = tables.load(ROOT / "docs/results")
     for name, records in files.items():
-        for record in [row for one in records for row in (one, *one.get("rows", ()))]:
+        for record in [row for whole in records for row in (whole, *whole.get("rows", ()))]:
             for prefix in ("", "plain_", "second_"):
                 spread = record.get(f"{prefix}speedup_spread")
                 if spread and "arms" not in record:

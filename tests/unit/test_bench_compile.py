@@ -109,10 +109,10 @@ def test_compile_suite_is_large_enough_and_named() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        one
+        name
         for suite in ("default", "fine-tuning")
-        for one in compile_suite.names(suite)
-        if one.startswith("transformers/")
+        for name in compile_suite.names(suite)
+        if name.startswith("transformers/")
     ],
 )
 def test_compile_workload_trains(name: str) -> None:
@@ -122,7 +122,11 @@ def test_compile_workload_trains(name: str) -> None:
     loss = workload.loss(workload.model.train(), batch)
     loss.backward()
     assert torch.isfinite(loss)
-    assert any(bool(one.grad.any()) for one in workload.model.parameters() if one.grad is not None)
+    assert any(
+        bool(parameter.grad.any())
+        for parameter in workload.model.parameters()
+        if parameter.grad is not None
+    )
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -179,10 +183,10 @@ def test_no_arm_finds_what_was_compiled_before(
     monkeypatch.setattr(CompileJob, "WORKER", "told")
     job = CompileJob(world_size=1, ours="compile")
     assert not list(launch.run(job))
-    folders = {one for arm in "012" for one in (tmp_path / arm).read_text().split()}
+    folders = {folder for arm in "012" for folder in (tmp_path / arm).read_text().split()}
     assert len(folders) == 6
     assert str(tmp_path) not in folders
-    assert not any(Path(one).exists() for one in folders)
+    assert not any(Path(folder).exists() for folder in folders)
 
 
 def _is_running(pid: str) -> bool:

@@ -156,7 +156,7 @@ def test_the_layout_is_that_of_the_emulated_nodes(counts, layout):
     [((0.0, 0.0), "equal bit for bit"), ((0.0, None), "a loss is not a number")],
 )
 def test_the_line_of_the_losses(differences, said):
-    rows = [of_vision(loss_difference=one) for one in differences]
+    rows = [of_vision(loss_difference=difference) for difference in differences]
     assert said in bench_ddp.vision_lines(rows)[-1]
 
 
@@ -166,9 +166,11 @@ def job(**changes):
 
 def test_a_vision_job_comes_back_from_json_with_its_row():
     nodes = Nodes(ranks_per_node=(1, 1), link="24gbit")
-    one = job(model="timm/resnet18", precision="bf16", image_size=32, batch_size=3, nodes=nodes)
-    back = vision.VisionJob.from_json(one.to_json())
-    assert back == one
+    vision_job = job(
+        model="timm/resnet18", precision="bf16", image_size=32, batch_size=3, nodes=nodes
+    )
+    back = vision.VisionJob.from_json(vision_job.to_json())
+    assert back == vision_job
     assert (back.row.precision, back.micro_batch) == ("bf16", 3)
     assert back.shape["image"] == 32
     assert back.row.more["model"] == "timm/resnet18"
@@ -282,8 +284,10 @@ def test_the_arms_of_a_vision_model_take_turns_and_give_a_record_each(
     result = CliRunner().invoke(app, [*command, "--json", str(file)])
     assert result.exit_code == 0, result.output
     arms = ["plain", "ours-collectives", "ours"]
-    assert [one.arm for one in turns.jobs] == [*arms, *reversed(arms)]
-    assert {(one.batch_size, one.image_size, one.steps) for one in turns.jobs} == {(32, 224, 3)}
+    assert [started.arm for started in turns.jobs] == [*arms, *reversed(arms)]
+    assert {(started.batch_size, started.image_size, started.steps) for started in turns.jobs} == {
+        (32, 224, 3)
+    }
     part, everything = map(json.loads, file.read_text().splitlines())
     for row in (part, everything):
         assert set(row) == {*DDP_FIELDS, "command"}
@@ -305,21 +309,21 @@ def test_compressed_arms_are_further_comparisons(monkeypatch, resnets, tmp_path,
     result = CliRunner().invoke(app, [*command, "--device", device, "--json", str(file)])
     assert result.exit_code == 0, result.output
     stock = ["plain-bf16"] if device == "cuda" else []  # torch's hook refuses gloo
-    assert [one.arm for one in turns.jobs] == [
+    assert [started.arm for started in turns.jobs] == [
         *("plain", "ours-collectives", "ours"),
         *(*stock, "ours-bf16"),
     ]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(one["part"], one["speedup"], one["bytes_per_step"]) for one in rows] == [
+    assert [(row["part"], row["speedup"], row["bytes_per_step"]) for row in rows] == [
         ("collectives", 1.5, 4000),
         ("all", 3.0, 4000),
         *([("stock-bf16", 1.2, 2000)] if stock else []),
         ("all-bf16", 5.0, 2000),
     ]
     # A rank of stock's is without deepytorch, whatever it sends.
-    for one in turns.jobs:
-        switched_off = one.environment(0, []).get("DEEPYTORCH_ENABLED") == "0"
-        assert switched_off is one.arm.startswith("plain")
+    for started in turns.jobs:
+        switched_off = started.environment(0, []).get("DEEPYTORCH_ENABLED") == "0"
+        assert switched_off is started.arm.startswith("plain")
     assert "all, gradients sent as bf16: 5.00x" in result.stdout
 
 

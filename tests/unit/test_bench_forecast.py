@@ -207,8 +207,8 @@ def test_a_fit_to_noise_has_no_negative_parts():
         model = forecast.of_run(measured(2, 2, noise=noise)).models["all_reduce", FLAT]
         assert min(model.alpha_us, model.beta_us) >= 0
         assert max(model.alpha_us, model.beta_us) > 0
-    one = forecast.fit([Point(FLAT, "all_reduce", MIB, shape(2, 1), 9000.0)])
-    assert one.time_us(FLAT, "all_reduce", MIB, shape(2, 1)) == pytest.approx(9000.0)
+    fitted = forecast.fit([Point(FLAT, "all_reduce", MIB, shape(2, 1), 9000.0)])
+    assert fitted.time_us(FLAT, "all_reduce", MIB, shape(2, 1)) == pytest.approx(9000.0)
 
 
 def test_one_outlier_does_not_bend_the_model():

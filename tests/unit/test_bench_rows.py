@@ -58,7 +58,7 @@ def test_a_record_has_what_was_measured_for_it_and_no_other(monkeypatch, other):
     (tuned,) = record()["tuned"]
     assert tuned["algorithm"] == "delegate"
     assert tuned["measured_bytes"] == 4096
-    assert [one["median_us"] for one in tuned["candidates"]] == [42.04, 40.0, 41.0, 33.3]
+    assert [tried["median_us"] for tried in tuned["candidates"]] == [42.04, 40.0, 41.0, 33.3]
     assert tuned["candidates"][1]["channels"] == 32
 
 

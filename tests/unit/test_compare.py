@@ -80,10 +80,13 @@ def test_a_difference_is_claimed_only_beyond_the_noise(
 )
 def test_it_is_faster_only_by_what_was_done(part: dict[str, Any], faster: str) -> None:
     for stock, ours, word in [([1.0, 1.0], [0.5, 0.5], faster), ([1.0], [1.0], result.SAME)]:
-        found = [dataclasses.replace(one, native_calls=0) for one in samples(stock, ours)]
+        found = [dataclasses.replace(measured, native_calls=0) for measured in samples(stock, ours)]
         found[-1] = dataclasses.replace(found[-1], **part)
         assert judge(found, "ours").word == word
-    slow = [dataclasses.replace(one, native_calls=0) for one in samples([0.5, 0.5], [1.0, 1.0])]
+    slow = [
+        dataclasses.replace(measured, native_calls=0)
+        for measured in samples([0.5, 0.5], [1.0, 1.0])
+    ]
     assert judge(slow, "ours").word == result.SLOWER
 
 
@@ -160,8 +163,8 @@ def test_the_steps_under_the_profiler_are_in_no_block() -> None:
 def test_the_share_in_which_a_gpu_works_is_told_of_both() -> None:
     assert report._busy(samples([1.0], [0.5]), "ours") is None  # on a CPU
     found = [
-        dataclasses.replace(one, clock={"busy_share": share, "kernels_per_step": kernels})
-        for one, share, kernels in zip(
+        dataclasses.replace(measured, clock={"busy_share": share, "kernels_per_step": kernels})
+        for measured, share, kernels in zip(
             samples([1.0], [0.5]), (0.31, 0.9), (710.0, 36.5), strict=True
         )
     ]
@@ -296,9 +299,9 @@ def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
 ) -> None:
     order: list[tuple[str, int]] = []
 
-    def run(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
-        order.append((arm.name, one.steps))
-        return ran(arm.name, 9, one.steps)
+    def run(asked: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+        order.append((arm.name, asked.steps))
+        return ran(arm.name, 9, asked.steps)
 
     monkeypatch.setattr(compare, "run_once", run)
     said: list[str] = []
@@ -329,8 +332,8 @@ def test_a_script_that_ends_early_is_run_again_and_compared_over_its_steps(
 def test_too_few_steps(
     monkeypatch: pytest.MonkeyPatch, counts: dict[str, int], message: str
 ) -> None:
-    def run(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
-        return ran(arm.name, counts[arm.name], one.steps)
+    def run(asked: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+        return ran(arm.name, counts[arm.name], asked.steps)
 
     monkeypatch.setattr(compare, "run_once", run)
     with pytest.raises(CompareError, match=message):

@@ -105,7 +105,7 @@ def test_the_last_steps_are_profiled_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         def events(self) -> list[Any]:
             # In microseconds: two kernels that overlap, a copy, and what ran on the CPU.
             found = [("gemm", 0.0, 1.5e6), ("add", 1e6, 2e6), ("Memcpy DtoH", 2e6, 9e6)]
-            on_gpu = [_kernel(*one, device="CUDA") for one in found]
+            on_gpu = [_kernel(*fields, device="CUDA") for fields in found]
             return [*on_gpu, _kernel("aten::add", 0.0, 9e6, device="CPU")]
 
     class Event:

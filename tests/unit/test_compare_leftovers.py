@@ -43,7 +43,11 @@ def test_a_checkpoint_goes_whole_and_other_files_stay(tmp_path: Path) -> None:
     for folder in (*checkpoints, logs, old):
         folder.mkdir(parents=True)
         (folder / "random_states_0.pkl").write_text("")
-    weights = [one / name for one in (*checkpoints, old) for name in ("model.bin", "optimizer.pt")]
+    weights = [
+        checkpoint / name
+        for checkpoint in (*checkpoints, old)
+        for name in ("model.bin", "optimizer.pt")
+    ]
     for file in weights:
         file.write_text("new")
     note(tmp_path, weights, [out, *checkpoints, logs])

@@ -98,8 +98,8 @@ def scaled(factor: float, *, first: int = 0) -> Callable[[int, Any], None]:
 
     def change(step: int, model: Any) -> None:
         if step >= first:
-            for one in model.parameters():
-                one.grad *= factor
+            for parameter in model.parameters():
+                parameter.grad *= factor
 
     return change
 
@@ -263,13 +263,17 @@ def test_nothing_is_claimed_of_another_training(
 
 
 def test_a_slower_run_is_another_training_too() -> None:
-    samples = [dataclasses.replace(one, block_s=(2.0,)) for one in four(changed(1, 2.5))[1::2]]
+    samples = [
+        dataclasses.replace(sample, block_s=(2.0,)) for sample in four(changed(1, 2.5))[1::2]
+    ]
     assert judge([run("stock", LOSSES)] * 2 + samples, "deepytorch").word == OTHERWISE
 
 
 def test_other_random_numbers_are_said_and_how_much_they_do() -> None:
     samples = four(changed(3, 1.3), draws=(4, 4, 5, 6, 6, 6))
-    samples[::2] = [dataclasses.replace(one, draws=(4, 4, 4, 5, 5, 5)) for one in samples[::2]]
+    samples[::2] = [
+        dataclasses.replace(sample, draws=(4, 4, 4, 5, 5, 5)) for sample in samples[::2]
+    ]
     judged = judge(samples, "deepytorch").losses
     assert (judged.drawn_from, judged.is_by_size) == (3, True)
     samples.append(run(NUDGED, changed(3, 1.25), draws=(4, 9, 9, 9, 9, 9)))
@@ -302,7 +306,7 @@ def test_stock_is_nudged_where_that_decides(
 ) -> None:
     asked: list[compare.Arm] = []
 
-    def run_once(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+    def run_once(asked_for: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
         asked.append(arm)
         if arm.name == "deepytorch":
             return run(arm.name, ours, draws=draws)
@@ -313,13 +317,13 @@ def test_stock_is_nudged_where_that_decides(
     samples, _ = compare.compare(job(steps=6), said.append)
     extra = [(arm.is_nudged, arm.is_redrawn) for arm in asked[4:]]
     assert extra == ([] if nudged is None else [nudged])
-    assert [one.arm for one in samples[4:]] == ([] if nudged is None else [NUDGED])
+    assert [sample.arm for sample in samples[4:]] == ([] if nudged is None else [NUDGED])
     assert ("one more run of stock" in said[-1]) == (nudged is not None)
     assert asked[0].variables == asked[-1].variables or nudged is None
 
 
 def test_a_nudge_that_fails_takes_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_once(one: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
+    def run_once(asked_for: compare.Job, arm: compare.Arm, remarks: list[str]) -> Sample:
         if arm.is_nudged:
             raise CompareError("no luck")
         return run(arm.name, LOSSES if arm.name == "stock" else changed(1, 2.5))
@@ -335,7 +339,7 @@ def test_a_nudge_moves_weights_by_rounding_and_replicas_alike() -> None:
     models = [torch.nn.Linear(64, 64) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    before = [one.detach().clone() for one in models[0].parameters()]
+    before = [parameter.detach().clone() for parameter in models[0].parameters()]
     for optimizer in optimizers:
         moving = nudge.Nudge(is_redrawn=False)
         for _ in range(3):  # once

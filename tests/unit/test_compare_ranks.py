@@ -54,8 +54,8 @@ def test_ranks_are_put_together(tmp_path: Path) -> None:
 def test_ranks_that_end_with_other_weights_are_told(
     tmp_path: Path, weights: tuple[float | None, ...], alike: bool | None
 ) -> None:
-    for rank, one in enumerate(weights):
-        rank_file(tmp_path, rank, weights=one, losses=[None if rank else 1.0, None])
+    for rank, norm in enumerate(weights):
+        rank_file(tmp_path, rank, weights=norm, losses=[None if rank else 1.0, None])
     found = result.read("ours", tmp_path, 2)
     assert (found.is_replicated, found.loss_ranks) == (alike, 1)
 
@@ -110,7 +110,7 @@ def failure_of(
 ) -> list[str]:
     """The lines said of a run that ends with `status` and leaves the records of `ranks`."""
 
-    def launch(one: compare.Job, folder: Path, *rest: Any) -> int | None:
+    def launch(asked: compare.Job, folder: Path, *rest: Any) -> int | None:
         for rank, changes in ranks.items():
             rank_file(folder / "ranks", rank, **changes)
         for rank in stepped:

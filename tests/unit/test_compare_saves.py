@@ -264,7 +264,7 @@ def test_what_could_be_weights_is_not_lost(
         with pytest.raises(CompareError, match=r"would \w+ .*, which was there before"):
             lose(path)
     assert path.read_bytes() == content
-    assert [one.name for one in path.parent.iterdir()] == [name]
+    assert [entry.name for entry in path.parent.iterdir()] == [name]
 
 
 @pytest.mark.parametrize(("name", "content"), FREE)

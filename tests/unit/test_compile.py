@@ -104,7 +104,7 @@ class Wrong(Policy):
     name = "wrong"
 
     def compile_graph(self, graph: Any, inputs: Any) -> Any:
-        return lambda *args: tuple(one * 1.01 for one in graph(*args))
+        return lambda *args: tuple(output * 1.01 for output in graph(*args))
 
 
 class _HalfGradient(torch.autograd.Function):
@@ -121,7 +121,7 @@ class WrongGradient(Policy):
     name = "wrong-gradient"
 
     def compile_graph(self, graph: Any, inputs: Any) -> Any:
-        return lambda *args: tuple(_HalfGradient.apply(one) for one in graph(*args))
+        return lambda *args: tuple(_HalfGradient.apply(output) for output in graph(*args))
 
 
 class FailsLater(Policy):
@@ -159,11 +159,13 @@ def test_compile_leaves_the_model_what_it_was(capsys: pytest.CaptureFixture[str]
     _seen.clear()
     model.layers[1].register_forward_hook(_after)
     model.layers[1].register_full_backward_hook(_backward)
-    hooks = [len(one._forward_hooks) + len(one._backward_hooks) for one in model.modules()]
+    hooks = [len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()]
     keys = list(model.state_dict())
     assert deepytorch.compile(model, "aot-eager") is model
     assert train(model) == pytest.approx(train(twin), rel=1e-6)
-    assert [len(one._forward_hooks) + len(one._backward_hooks) for one in model.modules()] == hooks
+    assert [
+        len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules()
+    ] == hooks
     assert _seen == ["after", "backward"] * 3
     assert isinstance(model, Stack)
     assert isinstance(model.layers[0], Block)
@@ -179,7 +181,7 @@ def test_compile_leaves_the_model_what_it_was(capsys: pytest.CaptureFixture[str]
     torch.save(model.state_dict(), io.BytesIO())
     assert "aot-eager, asked for" in str(deepytorch.report())
     assert deepytorch_undo(model)
-    assert all("_compiled_call_impl" not in vars(one) for one in model.modules())
+    assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
     assert "_compiled_call_impl" not in vars(model)
     assert "runs eagerly" not in capsys.readouterr().err
 
@@ -386,7 +388,7 @@ def test_compile_auto_goes_back_to_eager(
     assert any(ways[last - 16 : last])
     assert not any(ways[last:])
     assert decisions.made()[-1]["reason"] == reason
-    assert all("_compiled_call_impl" not in vars(one) for one in model.modules())
+    assert all("_compiled_call_impl" not in vars(module) for module in model.modules())
     assert "_compiled_call_impl" not in vars(model)
     # The next run knows it: noise hides no gain that would be worth another trial.
     (entry,) = json.loads(own_profile.read_text())["decisions"]

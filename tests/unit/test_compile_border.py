@@ -79,13 +79,13 @@ def trained(model: nn.Module, use: Use, steps: int) -> list[Any]:
         except RuntimeError as error:
             said.append(str(error)[:40])
             optimizer.zero_grad()  # how far stock's pass came is its own affair
-        said.append([one.grad is None for one in model.parameters()])
+        said.append([parameter.grad is None for parameter in model.parameters()])
         optimizer.step()
-    return [*said, *(one.detach().clone() for one in model.parameters())]
+    return [*said, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 def numbers(said: list[Any]) -> list[Any]:
-    return [one for one in said if not isinstance(one, str) and one is not None]
+    return [value for value in said if not isinstance(value, str) and value is not None]
 
 
 def alike(model: nn.Module, use: Use, *, steps: int = 7) -> Any:
@@ -95,8 +95,8 @@ def alike(model: nn.Module, use: Use, *, steps: int = 7) -> Any:
     deepytorch.compile(model, "aot-eager")
     found = engine.compilation_of(model)
     ours = trained(model, use, steps)
-    assert [one for one in ours if isinstance(one, str)] == [
-        one for one in expected if isinstance(one, str)
+    assert [value for value in ours if isinstance(value, str)] == [
+        value for value in expected if isinstance(value, str)
     ]
     torch.testing.assert_close(*map(numbers, (ours, expected)))
     return found
@@ -118,7 +118,7 @@ def test_an_output_that_nobody_uses_trains_nothing(is_dict: bool) -> None:
 def test_what_is_logged_has_no_gradient_that_is_no_number(kind: str) -> None:
     model = Logged(kind)
     found = alike(model, first_head)
-    assert all(bool(one.isfinite().all()) for one in model.parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assert found.regions[0].failure is None
 
 
@@ -173,7 +173,9 @@ def hessian_product(model: nn.Module, step: int, x: Tensor) -> float:
     loss = (y[0] if isinstance(y, tuple) else y).square().mean()
     weights = list(model.parameters())
     first = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
-    inner = sum((one * one.detach().sign()).sum() for one in first if one is not None)
+    inner = sum(
+        (gradient * gradient.detach().sign()).sum() for gradient in first if gradient is not None
+    )
     assert isinstance(inner, Tensor)
     inner.backward()
     return inner.item()
@@ -202,14 +204,14 @@ def between(model: nn.Module, step: int, x: Tensor) -> list[float]:
     y, first, second = model(x)
     found = torch.autograd.grad(y.sum(), [first, second], retain_graph=True)
     y.square().mean().backward()
-    return [one.sum().item() for one in found]
+    return [gradient.sum().item() for gradient in found]
 
 
 def with_weights(model: nn.Module, step: int, x: Tensor) -> list[float]:
     y, first, _ = model(x)
     found = torch.autograd.grad(y.sum(), [first, model.a.weight, x])
     model(x)[0].mean().backward()
-    return [one.sum().item() for one in found]
+    return [gradient.sum().item() for gradient in found]
 
 
 def scaled(model: nn.Module, step: int, x: Tensor) -> None:

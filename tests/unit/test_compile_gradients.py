@@ -170,7 +170,9 @@ def test_compile_notices_hooks_that_come_and_go(
     (region,) = compilation.regions
     assert region.failure is None
     seen: list[object] = []
-    handles = [getattr(one[2].down, register)(lambda *a: seen.append(a)) for one in (model, stock)]
+    handles = [
+        getattr(network[2].down, register)(lambda *a: seen.append(a)) for network in (model, stock)
+    ]
     compare(model, stock, once, 1)
     assert len(seen) == 2
     for handle in handles:
@@ -198,9 +200,9 @@ def test_compile_where_memory_is_for_a_step_alone(
     model, x = nn.Sequential(*[Block() for _ in range(4)], nn.Dropout(0.5)), torch.randn(5, 8)
     twin = copy.deepcopy(model)
     deepytorch.compile(model, "inductor")
-    for one in (model, twin):
+    for network in (model, twin):
         torch.manual_seed(3)
-        one(x).square().mean().backward()
+        network(x).square().mean().backward()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
     said = capsys.readouterr().err

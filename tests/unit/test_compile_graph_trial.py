@@ -138,7 +138,7 @@ def test_a_models_trunk_is_tried_where_the_whole_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settled(monkeypatch, is_provisional=False)
-    assert [type(one) for one in Waiting.tried] == [nn.ModuleDict, nn.Sequential]
+    assert [type(module) for module in Waiting.tried] == [nn.ModuleDict, nn.Sequential]
     (decision,) = decisions.made()
     assert decision["what"] == "CUDA graphs of Sequential"
 
@@ -206,7 +206,7 @@ def test_the_next_run_knows_at_once_what_was_found_for_a_while(
     assert number == 1
     assert not decisions.made()
     # The whole isn't captured again in vain.
-    assert [type(one) for one in Waiting.tried] == [nn.Sequential]
+    assert [type(module) for module in Waiting.tried] == [nn.Sequential]
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["measured", "from the profile"])
@@ -229,7 +229,7 @@ def test_what_was_found_for_a_while_stays_with_its_graphs(
     # The next run takes it over, in its first step and without a look at the whole.
     number, _ = settled(monkeypatch, is_provisional=False)
     assert number == 1
-    assert [type(one) for one in Waiting.tried] == [nn.Sequential]
+    assert [type(module) for module in Waiting.tried] == [nn.Sequential]
 
 
 @pytest.mark.parametrize("replayed_s", [0.8, 1.3])

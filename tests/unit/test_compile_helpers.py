@@ -48,7 +48,7 @@ def test_parts_of_torchs_own_classes_are_not_taken_for_one_of_changing_sizes(
     is_nested: bool,
 ) -> None:
     convs = nn.Conv1d(2, 3, 3, stride=2), nn.Conv1d(3, 2, 1)
-    parts = [nn.Sequential(one, nn.ReLU()) if is_nested else one for one in convs]
+    parts = [nn.Sequential(conv, nn.ReLU()) if is_nested else conv for conv in convs]
     Seeing.seen.clear()
     for number, module in enumerate(parts):
         region = Region(str(number), (module,))
@@ -57,8 +57,8 @@ def test_parts_of_torchs_own_classes_are_not_taken_for_one_of_changing_sizes(
     expected = convs[1](torch.relu(convs[0](x)) if is_nested else convs[0](x))
     found = parts[1](parts[0](x))
     torch.testing.assert_close(found, torch.relu(expected) if is_nested else expected)
-    assert all(isinstance(one, torch.Tensor) for one in Seeing.seen)
-    assert {tuple(one.shape) for one in Seeing.seen} >= {(5, 2, 9), (5, 3, 4)}
+    assert all(isinstance(value, torch.Tensor) for value in Seeing.seen)
+    assert {tuple(tensor.shape) for tensor in Seeing.seen} >= {(5, 2, 9), (5, 3, 4)}
 
 
 class Keeping:
@@ -108,7 +108,7 @@ def test_helpers_are_given_graphs_of_the_outputs_that_get_gradients() -> None:
 
 def is_fixed(graph: Any) -> bool:
     values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-    return all(isinstance(n, int) for one in values for n in (*one.shape, *one.stride()))
+    return all(isinstance(n, int) for tensor in values for n in (*tensor.shape, *tensor.stride()))
 
 
 def test_helpers_are_given_graphs_of_fixed_sizes_and_strides_and_those_are_captured_again() -> None:
@@ -134,11 +134,11 @@ def test_helpers_are_given_graphs_of_fixed_sizes_and_strides_and_those_are_captu
     step()
     modules[0](x[:2])
     assert region.told.num_compiles == 3
-    assert all(isinstance(one, torch.Tensor) for one in Seeing.seen)
+    assert all(isinstance(value, torch.Tensor) for value in Seeing.seen)
     Seeing.seen.clear()
     modules[0](x[:1, :2])
     modules[0](x[:1, :3])
-    assert any(not isinstance(one, torch.Tensor) for one in Seeing.seen)  # now sizes may change
+    assert any(not isinstance(value, torch.Tensor) for value in Seeing.seen)  # now sizes may change
 
 
 def test_what_is_known_from_the_profile_is_captured_in_the_same_graphs() -> None:
@@ -151,7 +151,7 @@ def test_what_is_known_from_the_profile_is_captured_in_the_same_graphs() -> None
     modules[0](x)
     modules[1](x.transpose(0, 1).contiguous().transpose(0, 1))
     assert region.told.num_compiles == 2
-    assert all(isinstance(one, torch.Tensor) for one in Seeing.seen)
+    assert all(isinstance(value, torch.Tensor) for value in Seeing.seen)
 
 
 def large() -> nn.Module:
@@ -181,7 +181,7 @@ def test_only_models_that_take_minutes_are_cut() -> None:
 def test_parts_are_small_and_equal_ones_share_a_compile_where_they_stand_side_by_side() -> None:
     stage = [nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))) for _ in range(4)]
     model = nn.Sequential(*(nn.ModuleList(copy.deepcopy(stage)) for _ in range(4)))
-    found = [(one.name, len(one.modules)) for one in regions.parts(model)]
+    found = [(region.name, len(region.modules)) for region in regions.parts(model)]
     assert found == [(f"{number}.0", 4) for number in range(4)]
 
 

@@ -281,8 +281,8 @@ OFTEN = (Branches, Prints, InPlace, Dropouts, LooksUp)
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(one, marks=[pytest.mark.extended] * (one not in OFTEN), id=one.__name__)
-        for one in (*HOSTILE, LooksUp)
+        pytest.param(kind, marks=[pytest.mark.extended] * (kind not in OFTEN), id=kind.__name__)
+        for kind in (*HOSTILE, LooksUp)
     ],
 )
 def test_compile_hostile_model_trains_as_eager_until_auto_has_decided_and_after(

@@ -114,7 +114,7 @@ def test_replays_take_over_the_sizes_that_were_chosen(
         model(torch.randn(4, 8)).square().mean().backward()
     found: Any = engine.compilation_of(model)
     assert found.is_settled
-    made = {one["what"]: one["chosen"] for one in decisions.made()}
+    made = {decision["what"]: decision["chosen"] for decision in decisions.made()}
     assert made == {"compile of Sequential": "eager", "CUDA graphs of Sequential": way}
     assert sizes.num_chosen == 1
     assert sizes.users == ({"replays"} if way == "replayed" else set())

@@ -48,9 +48,9 @@ def batch(step: int = 0, **more: Any) -> dict[str, torch.Tensor]:
 def in_layers(model: Any) -> list[Any]:
     """Return what every layer gets as its cache, as they are called."""
     seen: list[Any] = []
-    for name, one in model.named_modules():
+    for name, module in model.named_modules():
         if name.rpartition(".")[2].isdecimal() and "encoder" not in name:
-            one.register_forward_pre_hook(
+            module.register_forward_pre_hook(
                 lambda _, args, kwargs: seen.append(kwargs.get("past_key_values")), with_kwargs=True
             )
     return seen
@@ -68,7 +68,7 @@ def test_compiled_passes_go_without_a_cache_that_is_there_when_used(
     deepytorch.compile(model, "aot-eager")
     seen = in_layers(model)
     for step in range(3):
-        expected, output = (one(**batch(step, **more)) for one in (stock, model))
+        expected, output = (network(**batch(step, **more)) for network in (stock, model))
         assert list(output.keys()) == list(expected.keys())
         assert isinstance(output.past_key_values, kind)
         output.logits.sum().backward()
@@ -76,9 +76,9 @@ def test_compiled_passes_go_without_a_cache_that_is_there_when_used(
     assert seen[2:] == [None] * 4
     assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     assert type(output.past_key_values) is kind
-    assert any(one is not None for one in seen)
+    assert any(cache is not None for cache in seen)
     if kind is DynamicCache:
-        ours, theirs = (one.past_key_values.layers[1].keys for one in (output, expected))
+        ours, theirs = (result.past_key_values.layers[1].keys for result in (output, expected))
         torch.testing.assert_close(ours, theirs)
     # A script that uses it once may do so again: from now on it is filled.
     del seen[:]
@@ -98,15 +98,15 @@ def test_every_use_of_a_late_cache_finds_stocks() -> None:
     """Each cache is used for the first time, and all are made before that."""
     stock, model = llama(), llama()
     deepytorch.compile(model, "aot-eager")
-    for one in (stock, model):
-        one(**batch())
+    for network in (stock, model):
+        network(**batch())
     seen = in_layers(model)
-    caches = [[one(**batch()).past_key_values for _ in USES] for one in (stock, model)]
+    caches = [[network(**batch()).past_key_values for _ in USES] for network in (stock, model)]
     assert seen == [None] * 2 * len(USES)
     for (name, use), theirs, ours in zip(USES.items(), *caches, strict=True):
         expected, found = use(theirs), use(ours)
         if isinstance(expected, DynamicCache):
-            expected, found = (one.get_seq_length() for one in (expected, found))
+            expected, found = (cache.get_seq_length() for cache in (expected, found))
         assert found == expected, name
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_returns_no_cache_for_labels_returns_none() -> None:
     stock, model = bart(), bart()
     deepytorch.compile(model, "aot-eager")
     for step in range(3):
-        expected, output = (one(**batch(step)) for one in (stock, model))
+        expected, output = (network(**batch(step)) for network in (stock, model))
         assert list(output.keys()) == list(expected.keys())
 
 

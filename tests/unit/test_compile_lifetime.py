@@ -75,12 +75,15 @@ def test_a_compiled_model_goes_without_a_collection(make: Any, no_collection: No
         optimizer.zero_grad()
     compilation = engine.compilation_of(model)
     assert compilation is not None
-    assert [one.told.chosen for one in compilation.regions] != [{}]
+    assert [region.told.chosen for region in compilation.regions] != [{}]
     left = {
-        name: weakref.ref(one) for name, one in (*model.named_modules(), *model.named_parameters())
+        name: weakref.ref(part)
+        for name, part in (*model.named_modules(), *model.named_parameters())
     }
     left["compilation"] = weakref.ref(compilation)
-    left |= {f"region {place}": weakref.ref(one) for place, one in enumerate(compilation.regions)}
+    left |= {
+        f"region {place}": weakref.ref(region) for place, region in enumerate(compilation.regions)
+    }
     del model, optimizer, found, loss, compilation
     gone = {name: reference() is None for name, reference in left.items()}
     assert all(gone.values()), [name for name, is_gone in gone.items() if not is_gone]
@@ -94,7 +97,7 @@ def test_a_compiled_model_may_be_in_a_cycle_of_its_user() -> None:
     deepytorch.compile(model, "aot-eager")
     for _ in range(2):
         model(torch.randn(4, 6)).sum().backward()
-    left = [weakref.ref(one) for one in model.modules()]
+    left = [weakref.ref(module) for module in model.modules()]
     del model
     gc.collect()
-    assert not any(one() for one in left)
+    assert not any(reference() for reference in left)

@@ -124,12 +124,14 @@ def test_compile_lets_go_of_what_it_has_seen_of_a_module() -> None:
         states.now()
         seen += [weakref.ref(net.heat), weakref.ref(bank)]
         del bank
-    assert not any(one() is not None for one in seen[:-2:2]), "tensors"
-    assert sum(one() is not None for one in seen[1::2]) <= module_state.MOST_KNOWN, "in lists"
+    assert not any(reference() is not None for reference in seen[:-2:2]), "tensors"
+    assert sum(reference() is not None for reference in seen[1::2]) <= module_state.MOST_KNOWN, (
+        "in lists"
+    )
     net.heat, net.kept = 1.0, []
     states.forget()
     gc.collect()
-    assert not any(one() is not None for one in seen)
+    assert not any(reference() is not None for reference in seen)
 
 
 def test_compile_puts_attributes_back() -> None:
@@ -164,7 +166,9 @@ def test_compile_tells_assigned_numbers_from_tensors_on_the_host(
     monkeypatch.setattr(
         capture,
         "_has_host_tensor",
-        lambda args: any(isinstance(one, torch.Tensor) and one.dim() == 0 for one in leaves(args)),
+        lambda args: any(
+            isinstance(leaf, torch.Tensor) and leaf.dim() == 0 for leaf in leaves(args)
+        ),
     )
     target, number = torch.zeros(3, 4), torch.tensor(2.0)
     with CaptureWatch() as watch:

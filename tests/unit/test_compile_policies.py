@@ -49,12 +49,12 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def train(one: nn.Module) -> list[float]:
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+def train(network: nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     torch.manual_seed(5)
     losses = []
     for _ in range(3):
-        loss = one(torch.randn(4, 5)).square().mean()
+        loss = network(torch.randn(4, 5)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -107,7 +107,7 @@ def fails_when_called(module: nn.Module) -> Any:
 
 
 def is_wrong(module: nn.Module) -> Any:
-    return lambda *args: tuple(one * 1.1 for one in module(*args))
+    return lambda *args: tuple(output * 1.1 for output in module(*args))
 
 
 @pytest.mark.parametrize(

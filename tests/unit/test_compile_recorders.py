@@ -73,7 +73,7 @@ def test_blocks_are_compiled_beneath_them_and_run_eagerly_where_they_collect() -
     deepytorch.compile(model, "aot-eager")
     for number in range(4):
         asks = {"output_hidden_states": number == 2}
-        mine, other = (one(**batch(number), **asks) for one in (model, stock))
+        mine, other = (network(**batch(number), **asks) for network in (model, stock))
         torch.testing.assert_close(mine.loss, other.loss)
         if number == 2:
             assert len(mine.hidden_states) == len(other.hidden_states) == 4
@@ -91,18 +91,18 @@ def test_what_stands_beside_a_recorded_router_is_compiled() -> None:
     stock = experts()
     stock(**batch())
     model = copy.deepcopy(stock)
-    found = {one.name: len(one.modules) for one in regions.find(model)}
+    found = {region.name: len(region.modules) for region in regions.find(model)}
     assert found["model.layers.0.self_attn"] == 3
     assert "model.layers.0" not in found
     deepytorch.compile(model, "aot-eager")
     for number in range(3):
-        mine, other = (one(**batch(number)) for one in (model, stock))
+        mine, other = (network(**batch(number)) for network in (model, stock))
         torch.testing.assert_close(mine.loss, other.loss)
         torch.testing.assert_close(mine.router_logits, other.router_logits)
         mine.loss.backward()
         other.loss.backward()
-    chosen = [one.told.chosen for one in engine.compilation_of(model).regions]  # type: ignore[union-attr]
-    assert any("aot-eager" in one for one in chosen)
+    chosen = [region.told.chosen for region in engine.compilation_of(model).regions]  # type: ignore[union-attr]
+    assert any("aot-eager" in policies for policies in chosen)
     for mine, other in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
 

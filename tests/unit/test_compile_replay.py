@@ -58,7 +58,7 @@ def _load(name: str) -> Any:
 
 
 CASES = ("", "_masked", "_causal", "_users", "_layerdrop", "_checkpointed")
-cases, masked, causal, users, *others = (_load(f"gpu/test_cuda_graphs{one}") for one in CASES)
+cases, masked, causal, users, *others = (_load(f"gpu/test_cuda_graphs{suffix}") for suffix in CASES)
 for _module in (cases, masked, causal, users, *others):
     globals().update(
         {
@@ -71,7 +71,7 @@ for _module in (cases, masked, causal, users, *others):
 
 def seldom(test: Any, argument: str, value: object) -> None:
     """Leave a case of a test out of the short run: its other cases take the same ways."""
-    (values,) = (one.args[1] for one in test.pytestmark if one.args[:1] == (argument,))
+    (values,) = (mark.args[1] for mark in test.pytestmark if mark.args[:1] == (argument,))
     values[values.index(value)] = pytest.param(value, marks=pytest.mark.extended)
 
 
@@ -84,7 +84,9 @@ mostly_lent = pytest.mark.parametrize(
     "emulated", [1, pytest.param(1 << 30, marks=pytest.mark.extended)], ids=LENT, indirect=True
 )
 _SLOW = ("a_masked", "full_batches", "positions_that", "packed_rows", "a_cache", "models_of")
-for _name in [one for one in globals() if one.startswith(tuple(f"test_{each}" for each in _SLOW))]:
+for _name in [
+    name for name in globals() if name.startswith(tuple(f"test_{each}" for each in _SLOW))
+]:
     globals()[_name] = mostly_lent(globals()[_name])
 
 
@@ -218,17 +220,17 @@ def test_compile_tries_replayed_passes_after_compiling(
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
         stock = copy.deepcopy(model)
         clock.model = deepytorch.compile(model)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, stock)]
+        optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (model, stock)]
         for _ in range(130):
             x = torch.randn(4, 8)
-            for one, optimizer in zip((model, stock), optimizers, strict=True):
-                one(x).square().mean().backward()
+            for network, optimizer in zip((model, stock), optimizers, strict=True):
+                network(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             clock.step()
         found: Any = engine.compilation_of(model)
         assert found.is_settled
-        made = {one["what"]: one for one in decisions.made()}
+        made = {decision["what"]: decision for decision in decisions.made()}
         graphs, compiled = (made[f"{what} of Sequential"] for what in ("CUDA graphs", "compile"))
         assert graphs["chosen"] == chosen
         assert graphs["reason"] == (reason if number == 0 else "from the profile")
@@ -338,15 +340,15 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     stock = copy.deepcopy(model)
     deepytorch.compile(model)
     found: Any = engine.compilation_of(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, stock)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (model, stock)]
     waited, settled = list[tuple[bool, bool]](), 0
     for number in range(400):
         if number == 100:  # it is known by now which way to wait
             Helpers.are_done = True
             clock.seconds.update(later)
         x, before = torch.randn(4, 8), Counting.num_runs
-        for one, optimizer in zip((model, stock), optimizers, strict=True):
-            one(x).square().mean().backward()
+        for network, optimizer in zip((model, stock), optimizers, strict=True):
+            network(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         clock.step(found, Counting.num_runs > before)
@@ -360,7 +362,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     assert found.is_settled
     assert found.early.trial is None
     assert set(clock.gone[-20:]) == {chosen}
-    made = {one["what"]: one["chosen"] for one in decisions.made()}
+    made = {decision["what"]: decision["chosen"] for decision in decisions.made()}
     assert len(decisions.made()) == 2  # what was only for the meantime is no decision
     assert made["compile of Net"] == ("counting" if chosen[0] else "eager")
     assert made["CUDA graphs of Net"] == ("replayed" if chosen[1] else "launched")
@@ -375,7 +377,7 @@ def test_compile_by_helpers_waits_in_what_is_faster_and_ends_in_the_fastest(
     entry: Any = guard.profile.find(found.kept._key(1))
     assert not chosen[0] or entry["was_helped"]
     engine.undo(model)
-    assert not [one for one in model.modules() if "_compiled_call_impl" in vars(one)]
+    assert not [module for module in model.modules() if "_compiled_call_impl" in vars(module)]
     torch._dynamo.reset()
 
 
@@ -436,7 +438,9 @@ def test_compiled_code_that_cannot_be_replayed_stays_where_it_is_faster_than_rep
         model(torch.randn(4, 8)).square().mean().backward()
         clock.step(found, Counting.num_runs > before)
     assert found.is_settled
-    made = {one["what"]: (one["chosen"], one["reason"]) for one in decisions.made()}
+    made = {
+        decision["what"]: (decision["chosen"], decision["reason"]) for decision in decisions.made()
+    }
     assert made["compile of Net"] == ("counting", "faster than eager")
     assert made["CUDA graphs of Net"] == ("launched", "there is no memory left")
     assert set(clock.gone[-20:]) == {COMPILED}
@@ -448,8 +452,8 @@ def _things_on(model: nn.Module) -> list[Any]:
     """Everything that modules hold, by who it is; of hooks, how many there are."""
     return [
         (name, key, len(value) if key.endswith("hooks") else id(value))
-        for name, one in model.named_modules()
-        for key, value in sorted(vars(one).items())
+        for name, module in model.named_modules()
+        for key, value in sorted(vars(module).items())
     ]
 
 
@@ -490,7 +494,7 @@ def test_compile_leaves_nothing_on_a_model_that_stays_as_it_is(
         clock.step()
     else:
         pytest.fail("it is never settled")
-    made = {one["what"].split()[0]: one["chosen"] for one in decisions.made()}
+    made = {decision["what"].split()[0]: decision["chosen"] for decision in decisions.made()}
     assert made == {"CUDA": "launched", "compile": "eager"}
     assert _things_on(model) == before
     gc.collect()
@@ -507,7 +511,7 @@ def test_compile_graphs_are_off_when_asked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(config, "_current", Options(log="error"))
     assert found.subject.may_capture()
     cpu, names = torch.device("cpu"), ("inductor", "cuda-graphs")
-    named = {one: graph_trial.is_wanted(one, cpu, steps=None) for one in names}
+    named = {name: graph_trial.is_wanted(name, cpu, steps=None) for name in names}
     assert named == {"inductor": True, "cuda-graphs": False}  # which has graphs of its own
     short = compilation.Compilation(model, "auto", budget_s=1.0, steps=50)
     assert not short.subject.may_capture()

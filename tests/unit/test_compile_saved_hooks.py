@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def hooked() -> contextlib.AbstractContextManager[Any]:
-    return saved_tensors_hooks(Tensor.clone, lambda one: one)
+    return saved_tensors_hooks(Tensor.clone, lambda saved: saved)
 
 
 def trained(model: nn.Module, around: Around, differentiated: set[int], steps: int = 7) -> Any:
@@ -84,7 +84,7 @@ def check(model: Model, around: Around, differentiated: set[int]) -> engine.comp
     deepytorch.compile(ours, "aot-eager")
     compilation = engine.compilation_of(ours)
     assert compilation is not None
-    expected, found = (trained(one, around, differentiated) for one in (model, ours))
+    expected, found = (trained(network, around, differentiated) for network in (model, ours))
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
     return compilation
 
@@ -106,7 +106,7 @@ CASES = [
 @pytest.mark.parametrize(("around", "kinds"), CASES)
 def test_a_late_backward_pass_is_differentiated(around: Around, kinds: dict[str, bool]) -> None:
     compilation = check(Model(**kinds), around, {5})
-    assert all(one.told.chosen.get("aot-eager") for one in compilation.regions)
+    assert all(region.told.chosen.get("aot-eager") for region in compilation.regions)
 
 
 @pytest.mark.parametrize(("around", "kinds"), CASES)

@@ -144,9 +144,9 @@ COPIES: list[Callable[[Any], Any]] = [
 def test_a_copy_has_weights_of_its_own(make: Callable[[Any], Any]) -> None:
     model = trained(Net())
     twin = make(model)
-    twin._modules = {name: copy.deepcopy(one) for name, one in model._modules.items()}
-    for one in twin.parameters():
-        one.data.zero_()
+    twin._modules = {name: copy.deepcopy(module) for name, module in model._modules.items()}
+    for parameter in twin.parameters():
+        parameter.data.zero_()
     assert twin(X).eq(0).all()
     assert not model(X).eq(0).all()
 
@@ -232,11 +232,11 @@ class Operations(TorchDispatchMode):
 def test_modes_see_operations(make: Callable[[], Any]) -> None:
     with make() as expected:
         Net()(X)
-    expected.seen[:] = [one for one in expected.seen if "tanh" in one or "linear" in one]
+    expected.seen[:] = [name for name in expected.seen if "tanh" in name or "linear" in name]
     model = trained(Net())
     with make() as found:
         model(X)
-    assert [one for one in found.seen if "tanh" in one or "linear" in one] == expected.seen
+    assert [name for name in found.seen if "tanh" in name or "linear" in name] == expected.seen
 
 
 @pytest.mark.parametrize(
@@ -254,13 +254,13 @@ def test_the_whole_model_is_checkpointed(policy: str, is_reentrant: bool) -> Non
     twin = copy.deepcopy(model)
     deepytorch.compile(model, policy)
     losses: list[list[float]] = []
-    for one in (twin, model):
+    for network in (twin, model):
         torch.manual_seed(1)
-        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
         losses.append([])
         for _ in range(12):
             x = torch.randn(3, 6, requires_grad=True)
-            loss = checkpoint(one, x, use_reentrant=is_reentrant).square().mean()
+            loss = checkpoint(network, x, use_reentrant=is_reentrant).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -36,7 +36,7 @@ def test_another_process_gets_them(left_out: str, tmp_path: Path) -> None:
     put = (
         f"values = {facts.strip()}; values['default_dtype'] = torch.bfloat16; "
         "before = switches.now(); switches.resemble(values); "
-        "changed = sum(one != values[name] for name, one in before.items()); "
+        "changed = sum(value != values[name] for name, value in before.items()); "
     )
     assert run(put + "print(switches.now()); assert changed >= 6, changed", tmp_path) == there
 

@@ -112,7 +112,7 @@ def test_without_a_slope_times_stay_what_they_are(
     standing: list[turns.Step], candidate: list[turns.Step]
 ) -> None:
     evened = turns.of_typical_steps(standing, candidate)
-    assert evened == ([one[0] for one in standing], [one[0] for one in candidate])
+    assert evened == ([step[0] for step in standing], [step[0] for step in candidate])
 
 
 def test_only_a_wrappers_process_group_is_one() -> None:
@@ -131,7 +131,7 @@ def test_the_slowest_ranks_time_and_the_most_tokens_count() -> None:
         samples.add(True, seconds - 0.1, tokens)
     factors = {"seconds": 1.1, "tokens": 2.0}
     others = {
-        name: [factors[name.split()[0]] * one for one in each]
+        name: [factors[name.split()[0]] * value for value in each]
         for name, each in samples.rows().items()
     }
     standing, candidate = samples.merged([samples.rows(), others])

@@ -75,8 +75,8 @@ def test_a_step_is_over_when_the_same_parameters_are_stepped_on(
     seen = Course()
     several = [Optimizer(parts) for _ in range(optimizers)]
     for _ in range(7):
-        for one in several:
-            one.step(seen)
+        for optimizer in several:
+            optimizer.step(seen)
     assert seen.steps == 7
 
 
@@ -94,7 +94,7 @@ def test_buckets_hold_what_went_by(clock: Clock, spent: dict[str, float]) -> Non
     assert found["seconds"] == pytest.approx(1.0)
     assert found["exposed_s"] == pytest.approx(0.1)
     assert found["start_s"] == pytest.approx(1e6 + 150.0)
-    assert [one["steps"] for one in found["buckets"]] == [3, 3, 3, 1]
+    assert [bucket["steps"] for bucket in found["buckets"]] == [3, 3, 3, 1]
     assert found["buckets"][0]["waited_s"] == pytest.approx(0.06)
     assert found["buckets"][2]["waited_s"] == 0.0
     assert found["buckets"][1]["start_s"] == pytest.approx(1e6 + 150.3)
@@ -111,10 +111,10 @@ def test_a_long_run_has_few_buckets_and_loses_nothing(
         optimizer.step(seen)
     found = seen.report()
     assert len(found["buckets"]) <= 120
-    assert sum(one["steps"] for one in found["buckets"]) == found["timed_steps"] == 3000
+    assert sum(bucket["steps"] for bucket in found["buckets"]) == found["timed_steps"] == 3000
     assert found["data_s"] == pytest.approx(750.0)
-    ends = [one["start_s"] + one["seconds"] for one in found["buckets"]]
-    assert ends[:-1] == pytest.approx([one["start_s"] for one in found["buckets"][1:]])
+    ends = [bucket["start_s"] + bucket["seconds"] for bucket in found["buckets"]]
+    assert ends[:-1] == pytest.approx([bucket["start_s"] for bucket in found["buckets"][1:]])
 
 
 def test_what_lies_between_two_activations_is_nobodys(

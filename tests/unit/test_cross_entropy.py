@@ -100,7 +100,7 @@ def test_calls_that_are_not_taken_are_stocks_bit_for_bit(options: dict[str, Any]
     others = (options.get("ignore_index", -100), options.get("label_smoothing", 0.0))
     ours = swap._called(logits, targets, options.get("weight"), reduction, *others)
     assert torch.equal(ours, expected)
-    gradients = [torch.autograd.grad(one.sum(), logits)[0] for one in (ours, expected)]
+    gradients = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (ours, expected)]
     assert torch.equal(*gradients)
 
 
@@ -123,8 +123,8 @@ def test_tensors_are_taken_by_kind_and_shape(monkeypatch: pytest.MonkeyPatch) ->
         (logits, targets.int()),
         (logits.as_subclass(type("Own", (Tensor,), {})), targets),
     ]
-    for one in others:
-        assert not swap.is_served(*one)
+    for arguments in others:
+        assert not swap.is_served(*arguments)
     monkeypatch.undo()
     assert not swap.is_served(logits, targets)
 
@@ -175,4 +175,4 @@ def test_a_model_with_many_classes_under_autocast_has_the_place(
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, width))
     places = list(swap.find(KernelSetting(model=model, device=device, autocast=autocast)))
-    assert [one.what for one in places] == ([f"cross-entropy({width})"] if is_found else [])
+    assert [place.what for place in places] == ([f"cross-entropy({width})"] if is_found else [])

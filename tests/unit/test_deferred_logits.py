@@ -107,7 +107,7 @@ def weights() -> tuple[Tensor, Tensor]:
     """A tied head's, which are an embedding too, and another layer's."""
     generator = torch.Generator().manual_seed(3)
     made = (torch.randn(*size, generator=generator) for size in ((VOCABULARY, WIDTH), (WIDTH,)))
-    head, layer = (one.div(3).requires_grad_() for one in made)
+    head, layer = (tensor.div(3).requires_grad_() for tensor in made)
     return head, layer
 
 

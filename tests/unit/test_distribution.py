@@ -64,7 +64,7 @@ def test_the_bill_of_materials_names_all_that_a_wheel_holds_and_asks_for(tmp_pat
     assert own["purl"] == "pkg:pypi/deepytorch@1.2.3"
     assert own["licenses"] == [{"expression": "Apache-2.0"}]
     assert own["hashes"][0]["content"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    components = {one["name"]: one for one in made["components"]}
+    components = {component["name"]: component for component in made["components"]}
     assert components.keys() == {"torch", "pyyaml", "deepytorch_core/_core.so", ADAPTER}
     asked = {"name": "deepytorch:requires", "value": ">=2.11"}
     assert components["torch"]["properties"] == [asked]
@@ -73,7 +73,7 @@ def test_the_bill_of_materials_names_all_that_a_wheel_holds_and_asks_for(tmp_pat
     assert components[ADAPTER]["hashes"][0]["content"] == hashlib.sha256(b"adapter").hexdigest()
     assert made["dependencies"][0]["dependsOn"] == ["pkg:pypi/pyyaml", "pkg:pypi/torch"]
     # References are unique, and the number is the wheel's.
-    references = [one["bom-ref"] for one in made["components"]]
+    references = [component["bom-ref"] for component in made["components"]]
     assert len(set(references)) == len(references)
     assert sbom.bill(path) == made
 
@@ -92,7 +92,7 @@ def test_every_file_that_ci_installs_has_a_version_and_a_hash(file: Path) -> Non
     found = [LINE.fullmatch(line) for line in lines]
     assert found
     assert all(found), [line for line in lines if not LINE.fullmatch(line)]
-    pinned = dict(one.groups() for one in found if one is not None)
+    pinned = dict(match.groups() for match in found if match is not None)
     assert not pinned.keys() & set(hashes.NOT_HASHED)
     constraints = dict(
         line.split("==")

@@ -132,7 +132,7 @@ def test_the_readme_fits_and_keeps_its_order() -> None:
         *("When it hangs", "Limits", "Results"),
     ]
     beginning, _, _ = text.partition("\n## ")
-    places = [beginning.index(one) for one in ("badge", "assets/stack.svg", "chart:begin")]
+    places = [beginning.index(mark) for mark in ("badge", "assets/stack.svg", "chart:begin")]
     assert places == sorted(places)
 
 

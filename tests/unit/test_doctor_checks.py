@@ -35,11 +35,11 @@ ROWS = [
 def test_a_planted_fault_is_found_and_the_remedy_named(module: Any, good: Any, fault: Any) -> None:
     changes, state, evidence, remedy = fault
     found = module.judge(dataclasses.replace(good, **changes))
-    match = [one for one in found if evidence in one.evidence]
+    match = [finding for finding in found if evidence in finding.evidence]
     assert match, found
     assert match[0].state == state
     assert remedy in match[0].remedy
-    assert all(one.remedy for one in found if one.state in {State.WARN, State.FAIL})
+    assert all(finding.remedy for finding in found if finding.state in {State.WARN, State.FAIL})
 
 
 @pytest.mark.parametrize("module", CASES, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -357,7 +357,7 @@ def test_ranges_of_frameworks_are_those_of_the_adapters() -> None:
     integrations = Path(__file__).parents[2] / "integrations"
     source = "".join(file.read_text() for file in integrations.rglob("*.py"))
     ends = (known_torch.OLDEST, known_torch.FIRST_UNKNOWN)
-    oldest, unknown = (".".join(map(str, one)) for one in ends)
+    oldest, unknown = (".".join(map(str, version)) for version in ends)
     assert f'"torch", ">={oldest},<{unknown}"' in source
     for name, known in declared.items():
         parts = sorted(known.split(","), reverse=True)  # as one writes it: ">=1,<2"

@@ -26,7 +26,10 @@ def too_many_positional(name: str, text: str) -> list[str]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         # A GPU kernel has no keyword-only arguments.
-        if any(ast.unparse(one) == "triton.jit" for one in getattr(node, "decorator_list", [])):
+        if any(
+            ast.unparse(decorator) == "triton.jit"
+            for decorator in getattr(node, "decorator_list", [])
+        ):
             continue
         arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
         if arguments and arguments[0] in {"self", "cls"}:

@@ -60,7 +60,7 @@ class FakeKernel:
             steps = int(seen(addresses.pop(3), 1)[0])
             begin = number * shape.chunk
             p, m, v, g = (
-                seen(one + 4 * begin, min(shape.chunk, size - begin)) for one in addresses
+                seen(address + 4 * begin, min(shape.chunk, size - begin)) for address in addresses
             )
             if found_inf is not None and found_inf.item() == 1:
                 continue
@@ -73,7 +73,9 @@ class FakeKernel:
                 ascent += weight_decay * p
             m[:] = betas[0] * m + (1 - betas[0]) * ascent
             v[:] = betas[1] * v + (1 - betas[1]) * ascent**2
-            first, second = (float(one[min(steps, len(one) - 1)]) for one in corrections)
+            first, second = (
+                float(correction[min(steps, len(correction) - 1)]) for correction in corrections
+            )
             p -= lr / first * m / (numpy.sqrt(v / second) + eps)
 
 
@@ -116,22 +118,22 @@ def parameters(seed: int = 0) -> list[nn.Parameter]:
     made = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in SIZES]
     made.append(torch.randn((602,), generator=generator, dtype=torch.float32)[1:])  # not aligned
     made.append(torch.randn((40, 3), generator=generator, dtype=torch.float32).t())
-    return [nn.Parameter(one) for one in made]
+    return [nn.Parameter(tensor) for tensor in made]
 
 
 def step(optimizer: Any, seed: int, *, scale: float = 1.0) -> None:
     """One with new gradients, which lie elsewhere than the last ones."""
     generator = torch.Generator().manual_seed(seed)
     for group in optimizer.param_groups:
-        for one in group["params"]:
-            gradient = torch.randn(one.shape, generator=generator, dtype=torch.float32)
-            one.grad = torch.empty_like(one).copy_(scale * gradient)
+        for parameter in group["params"]:
+            gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.grad = torch.empty_like(parameter).copy_(scale * gradient)
     optimizer.step()
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for parameter, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +156,10 @@ def test_all_elements_are_updated_as_torch_does(make: Make, kernel: FakeKernel) 
         optimizer = make(own)
         for number in range(4):
             step(optimizer, number)
-        state = [optimizer.state[one] for one in own]
-        results.append([*own, *(one[key] for one in state for key in ("exp_avg", "exp_avg_sq"))])
+        state = [optimizer.state[parameter] for parameter in own]
+        results.append(
+            [*own, *(moments[key] for moments in state for key in ("exp_avg", "exp_avg_sq"))]
+        )
         undo()
     assert kernel.num_launches == 4
     assert_same(results[1], results[0])
@@ -167,8 +171,8 @@ def test_tables_stay_while_all_lies_where_it_was(served: FakeKernel) -> None:
     reference = torch.optim.AdamW(stock, foreach=False)
 
     def both(number: int) -> None:
-        for one in (optimizer, reference):
-            step(one, number)
+        for either in (optimizer, reference):
+            step(either, number)
 
     both(0)
     for _ in range(2):
@@ -191,8 +195,8 @@ def test_tables_stay_while_all_lies_where_it_was(served: FakeKernel) -> None:
 
 def test_tables_come_back_with_the_addresses(served: FakeKernel) -> None:
     lists = lists_of(40, 50)
-    gradients = [torch.full((40, 50), one, dtype=torch.float32) for one in range(20)]
-    expected = [[one.clone() for one in of] for of in lists]
+    gradients = [torch.full((40, 50), value, dtype=torch.float32) for value in range(20)]
+    expected = [[tensor.clone() for tensor in of] for of in lists]
     order = [0, 1, 0, 1, *range(20), 0]
     with torch.no_grad():
         for number in order:
@@ -208,7 +212,9 @@ def test_tables_come_back_with_the_addresses(served: FakeKernel) -> None:
     assert tables[1] is tables[3]
     assert tables[0] is not tables[1]
     assert tables[-1] is not tables[0]  # only the last few are kept
-    assert_same([one for of in lists for one in of], [one for of in expected for one in of])
+    assert_same(
+        [tensor for of in lists for tensor in of], [tensor for of in expected for tensor in of]
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.99998])
@@ -241,7 +247,7 @@ def test_tables_keep_nothing_alive(served: FakeKernel) -> None:
     known = swap._serving._known
     del own, optimizer
     assert served.num_launches == 3
-    assert not any(one.is_alive for one in known._entries.values())
+    assert not any(entry.is_alive for entry in known._entries.values())
 
 
 def test_a_scaler_divides_gradients_and_skips_a_step(served: FakeKernel) -> None:
@@ -253,14 +259,14 @@ def test_a_scaler_divides_gradients_and_skips_a_step(served: FakeKernel) -> None
         for number in range(5):
             scaler.scale(torch.ones((), dtype=torch.float32, device=CPU))
             generator = torch.Generator().manual_seed(number)
-            for one in own:
-                gradient = torch.randn(one.shape, generator=generator, dtype=torch.float32)
-                one.grad = torch.empty_like(one).copy_(scaler.get_scale() * gradient)
+            for parameter in own:
+                gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.grad = torch.empty_like(parameter).copy_(scaler.get_scale() * gradient)
             if number == 2:
                 own[0].grad = torch.full_like(own[0], math.inf)
             scaler.step(optimizer)
             scaler.update()
-        results.append([*own, *(one.grad for one in own if one.grad is not None)])
+        results.append([*own, *(parameter.grad for parameter in own if parameter.grad is not None)])
     assert served.num_launches == 5
     assert_same(*results)
 
@@ -285,13 +291,13 @@ def changed_state(own: list[nn.Parameter], optimizer: Any) -> None:
 def test_what_the_kernel_does_not_take_is_torchs(
     options: dict[str, Any], dtype: torch.dtype, served: FakeKernel
 ) -> None:
-    own = [nn.Parameter(one.detach().to(dtype)) for one in parameters()]
+    own = [nn.Parameter(parameter.detach().to(dtype)) for parameter in parameters()]
     theirs = copy.deepcopy(own)
     for of, fused in ((own, True), (theirs, False)):
         chosen = {"decoupled_weight_decay": True, "weight_decay": 0.01} | options
         optimizer = torch.optim.Adam(of, fused=fused, foreach=False, **chosen)
-        for one in of:
-            one.grad = torch.ones_like(one)
+        for parameter in of:
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert not served.num_launches
     assert_same(own, theirs)
@@ -327,8 +333,8 @@ def transposed(lists: list[list[Tensor]]) -> None:
 
 
 def spread(lists: list[list[Tensor]]) -> None:
-    for one in lists[:4]:
-        one[0] = torch.ones((2 * len(one[0]), 50), dtype=torch.float32)[::2]
+    for tensors in lists[:4]:
+        tensors[0] = torch.ones((2 * len(tensors[0]), 50), dtype=torch.float32)[::2]
 
 
 def of_a_class(lists: list[list[Tensor]]) -> None:
@@ -340,8 +346,8 @@ def of_another_type(lists: list[list[Tensor]]) -> None:
 
 
 def few(lists: list[list[Tensor]]) -> None:
-    for one in lists[:4]:
-        one[0] = torch.ones((9, 9), dtype=torch.float32)
+    for tensors in lists[:4]:
+        tensors[0] = torch.ones((9, 9), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("change", [transposed, spread, of_a_class, of_another_type, few])
@@ -374,7 +380,7 @@ def test_calls_that_are_looked_at_are_torchs(served: FakeKernel) -> None:
         assert served.num_launches == 1
     call(lists_of(40, 50))
     assert served.num_launches == 1
-    leaves = [[one.requires_grad_() for one in of] for of in lists_of(40, 50)]
+    leaves = [[tensor.requires_grad_() for tensor in of] for of in lists_of(40, 50)]
     stock = patching.original_of(torch._fused_adamw_)
     assert stock is not torch._fused_adamw_
     with torch.no_grad():
@@ -386,7 +392,7 @@ def test_it_stays_while_anybody_wants_it_and_is_listed(kernel: FakeKernel) -> No
     stock = torch._fused_adamw_
     first = swap.FusedAdam().apply(None, None)  # type: ignore[arg-type]
     second = swap.FusedAdam().apply(None, None)  # type: ignore[arg-type]
-    listed = {(one.owner, one.name): one.option for one in patching.replaced()}
+    listed = {(patch.owner, patch.name): patch.option for patch in patching.replaced()}
     for name in NAMES:
         assert listed["torch", name] == "DEEPYTORCH_KERNELS=off"
     second()
@@ -395,12 +401,12 @@ def test_it_stays_while_anybody_wants_it_and_is_listed(kernel: FakeKernel) -> No
     first()
     assert torch._fused_adamw_ is stock
     assert not {("torch", name) for name in NAMES} & {
-        (one.owner, one.name) for one in patching.replaced()
+        (patch.owner, patch.name) for patch in patching.replaced()
     }
 
 
 def decisions_made() -> dict[str, Any]:
-    return {one["what"]: one for one in decisions.made()}
+    return {decision["what"]: decision for decision in decisions.made()}
 
 
 @pytest.mark.usefixtures("quiet_profile")
@@ -414,8 +420,8 @@ def test_a_fused_optimizer_gets_it_by_kernels_on(fused: bool | None, kernel: Fak
     assert swapped.names["fused AdamW(float32)"] == "triton"
     kernel.num_launches = 0
     for number in range(3):
-        for one in (optimizer, reference):
-            step(one, number)
+        for either in (optimizer, reference):
+            step(either, number)
     assert kernel.num_launches == 3
     assert_same(own, stock)
     swapped.undo()
@@ -450,7 +456,7 @@ def test_it_is_tried_on_tensors_of_its_own_and_kept_if_faster(
     assert set(decision["times_ms"]) == {"stock", "triton"}
     assert launches == {"stock": 0, "triton": swap._STEPS}
     assert not optimizer.state
-    assert all(torch.equal(one, other) for one, other in zip(own, kept, strict=True))
+    assert all(torch.equal(parameter, other) for parameter, other in zip(own, kept, strict=True))
     before = kernel.num_launches
     step(optimizer, 0)
     assert kernel.num_launches - before == is_faster
@@ -489,7 +495,7 @@ def test_only_torchs_own_fused_optimizers_are_found(kernel: FakeKernel) -> None:
         torch.optim.AdamW(parameters(), fused=True),
     ]
     setting = KernelSetting(model=nn.Linear(1, 1), optimizers=optimizers, device=CPU)
-    assert [one.targets for one in swap.find(setting)] == [(optimizers[3],)]
+    assert [place.targets for place in swap.find(setting)] == [(optimizers[3],)]
     setting = KernelSetting(
         model=nn.Linear(1, 1), optimizers=optimizers, device=torch.device("meta")
     )
@@ -499,11 +505,11 @@ def test_only_torchs_own_fused_optimizers_are_found(kernel: FakeKernel) -> None:
 def test_replicas_are_compared_bit_by_bit(
     kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = [nn.Parameter(one.detach().bfloat16()) for one in parameters()]
+    own = [nn.Parameter(parameter.detach().bfloat16()) for parameter in parameters()]
     optimizer = torch.optim.AdamW(own, fused=True)
     setting = KernelSetting(model=nn.Linear(1, 1), optimizers=[optimizer], device=CPU)
     (place,) = swap.find(setting)
-    assert not any(one.dtype == torch.int16 for one in place.probe().run())
+    assert not any(output.dtype == torch.int16 for output in place.probe().run())
     monkeypatch.setattr(swap, "_are_replicas", lambda setting: True)
     assert swap.FusedAdam().why_not(place, setting) is None
-    assert all(one.dtype == torch.int16 for one in place.probe().run())
+    assert all(output.dtype == torch.int16 for output in place.probe().run())

@@ -199,7 +199,7 @@ def test_guard_keeps_the_fastest_that_is_right(quiet_profile: Path) -> None:
         ),
         "failing": Swapped(model, _raising),
     }
-    candidates = [one.named(name) for name, one in tried.items()]
+    candidates = [candidate.named(name) for name, candidate in tried.items()]
     inputs = torch.randn(3, 4)
     decision = guard.choose("a test", candidates, _trial(model, inputs))
     assert decision.chosen == "fast"
@@ -208,7 +208,7 @@ def test_guard_keeps_the_fastest_that_is_right(quiet_profile: Path) -> None:
     assert decision.dropped["failing"] == "RuntimeError: no such kernel"
     assert decision.dropped["wrong gradient"].startswith("gradient")
     assert tried["fast"].log[-1] == "apply"
-    assert all(one.log[-1] == "undo" for name, one in tried.items() if name != "fast")
+    assert all(candidate.log[-1] == "undo" for name, candidate in tried.items() if name != "fast")
     assert model.weight.grad is None
     (recorded,) = decisions.made()
     assert recorded["chosen"] == "fast"

@@ -103,7 +103,10 @@ def test_what_is_no_question_is_none(desk: inquiry.Desk) -> None:
     assert desk.wait(0) == []
     lines = f"\nabc again {soon}\nabd first {soon}\nabe roughly {soon}\n"
     os.write(desk._descriptors[1], lines.encode())
-    assert [(one.token, one.how) for one in desk.wait(0)] == [("abc", "again"), ("abd", "first")]
+    assert [(question.token, question.how) for question in desk.wait(0)] == [
+        ("abc", "again"),
+        ("abd", "first"),
+    ]
 
 
 def test_answers_of_others_and_lies_are_left_out(desk: inquiry.Desk) -> None:

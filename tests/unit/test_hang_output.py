@@ -149,23 +149,23 @@ def test_torch_finds_the_same_mismatch(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_dumps_name_the_line_that_called() -> None:
-    one = job_of(2, behind=1)[0]
+    rank0 = job_of(2, behind=1)[0]
     place = evidence.Place("/t/train.py", 57, "step")
-    operations = [dataclasses.replace(each, at=place) for each in one.operations[1:]]
-    one = dataclasses.replace(one, operations=(one.operations[0], *operations))
+    operations = [dataclasses.replace(each, at=place) for each in rank0.operations[1:]]
+    rank0 = dataclasses.replace(rank0, operations=(rank0.operations[0], *operations))
     called = {"name": "step", "filename": "/t/train.py", "line": 57}
     inside = {"name": "<module>", "filename": "/t/train.py", "line": 8}
-    frames = [entry["frames"] for entry in torch_format.dump(one)["entries"]]
+    frames = [entry["frames"] for entry in torch_format.dump(rank0)["entries"]]
     assert frames == [[], [called], [inside]]  # of who is inside the whole stack
-    one = dataclasses.replace(one, frames=())
-    assert torch_format.dump(one)["entries"][2]["frames"] == [called]
+    rank0 = dataclasses.replace(rank0, frames=())
+    assert torch_format.dump(rank0)["entries"][2]["frames"] == [called]
 
 
 def test_messages_in_dumps() -> None:
     sent = operation(1, "send", root=1, tag=5)
     anybody = operation(2, "recv", root=evidence.ANY_RANK)
-    (one, _) = job_of(2, behind=1, messages=(sent, anybody))
-    names = [entry["profiling_name"] for entry in torch_format.dump(one)["entries"]]
+    (rank0, _) = job_of(2, behind=1, messages=(sent, anybody))
+    names = [entry["profiling_name"] for entry in torch_format.dump(rank0)["entries"]]
     assert "gloo:send 0->1" in names
     assert not [name for name in names if "recv" in name]
 
@@ -207,7 +207,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert found["verdict"]["ranks"] == [2, 3]
     assert found["not_on_this_node"] == found["without_answer"] == [3]
     assert found["why_not_asked"] == "no process of this node listens for other nodes"
-    assert [evidence.from_json(json.dumps(one)).rank for one in found["ranks"]] == [0, 1, 2]
+    assert [evidence.from_json(json.dumps(rank)).rank for rank in found["ranks"]] == [0, 1, 2]
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.EvidenceReply) -> list[bool]:
@@ -224,8 +224,8 @@ def answers(monkeypatch: pytest.MonkeyPatch, *given: inquiry.EvidenceReply) -> l
 
 
 def of_rank_3(*, inside: bool, pid: int = 99, **changes: Any) -> inquiry.EvidenceReply:
-    (*_, one) = job_of(4, behind=-1 if inside else 3)
-    return inquiry.EvidenceReply((dataclasses.replace(one, pid=pid, host="c", **changes),))
+    (*_, last) = job_of(4, behind=-1 if inside else 3)
+    return inquiry.EvidenceReply((dataclasses.replace(last, pid=pid, host="c", **changes),))
 
 
 @pytest.mark.usefixtures("one_job")
@@ -281,7 +281,7 @@ def test_a_wait_that_is_new_at_the_second_look_is_none() -> None:
     earlier, now = job_of(3, behind=2), job_of(3, behind=2)
     assert verdict.judge(verdict.lasting(now, earlier), least_s=1.0).ranks == (2,)
     before = [
-        dataclasses.replace(one, operations=one.operations[:2]) for one in job_of(3, behind=2)
+        dataclasses.replace(rank, operations=rank.operations[:2]) for rank in job_of(3, behind=2)
     ]
     found = verdict.judge(verdict.lasting(now, before), least_s=1.0)
     assert found.kind == verdict.NO_HANG
@@ -323,9 +323,9 @@ def test_every_processor_of_a_job_is_found_by_one_of_its_pids(
     }
     fake = SimpleNamespace(find=lambda: sorted(read), read=lambda pid: read[pid])
     monkeypatch.setattr(collect, "record", fake)
-    assert [one.name for one in collect.jobs()] == ["a", "b", "process 73"]
+    assert [job.name for job in collect.jobs()] == ["a", "b", "process 73"]
     (found,) = collect.jobs([71])
-    assert [one.pid for one in found.records] == [70, 71]
+    assert [record.pid for record in found.records] == [70, 71]
     assert collect.jobs([71], name="b") == []
 
 
@@ -333,14 +333,14 @@ def test_a_group_made_again_does_not_compare_with_what_the_former_one_left() -> 
     store, raised = HashStore(), []
 
     def ranks_call(call: str) -> None:
-        def one(rank: int) -> None:
+        def call_on(rank: int) -> None:
             try:
                 compare[rank](call)
             except RuntimeError as error:
                 raised.append(str(error))
 
         compare = [mismatch.comparer(store, "0", rank, 2, limit_s=30) for rank in range(2)]
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+        threads = [threading.Thread(target=call_on, args=(rank,)) for rank in range(2)]
         threads[0].start()
         threads[0].join(0.2)  # rank 0 comes first, and finds what there is
         threads[1].start()

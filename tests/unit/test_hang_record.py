@@ -148,7 +148,7 @@ def test_names_and_descriptions(alone: _core.Communicator) -> None:
 def test_this_process_is_found(alone: _core.Communicator) -> None:
     assert os.getpid() in record.find()
     (job,) = collect.jobs([os.getpid()])
-    assert os.getpid() in [one.pid for one in job.records]
+    assert os.getpid() in [process.pid for process in job.records]
 
 
 def test_what_a_rank_has_started_is_of_its_job(alone: _core.Communicator) -> None:
@@ -163,11 +163,11 @@ def test_what_a_rank_has_started_is_of_its_job(alone: _core.Communicator) -> Non
                 for pid in os.listdir("/proc")
                 if pid.isdecimal() and processes.ancestors(int(pid))[:1] == [started.pid]
             ]
-            own = [one.name for one in collect.jobs([os.getpid()])]
+            own = [job.name for job in collect.jobs([os.getpid()])]
             for pid in (started.pid, below):
-                assert [one.name for one in collect.jobs([pid])] == own
+                assert [job.name for job in collect.jobs([pid])] == own
             # The process that has started the rank finds its job, too.
-            assert set(own) <= {one.name for one in collect.jobs([os.getppid()])}
+            assert set(own) <= {job.name for job in collect.jobs([os.getppid()])}
         finally:
             started.kill()
             os.kill(below, signal.SIGKILL)

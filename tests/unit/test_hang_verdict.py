@@ -163,8 +163,8 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_ranks_in_different_operations(difference: str) -> None:
-    one, other, words = DIFFERENT[difference]
-    found = judge([rank(n, op(4), other if n == 2 else one) for n in WORLD])
+    usual, other, words = DIFFERENT[difference]
+    found = judge([rank(n, op(4), other if n == 2 else usual) for n in WORLD])
     assert (found.kind, found.ranks, found.sequence) == (verdict.MISMATCH, (2,), 5)
     assert words in found.sentence
     assert "ranks 0, 1 and 3" in found.sentence
@@ -172,8 +172,8 @@ def test_ranks_in_different_operations(difference: str) -> None:
 
 
 def test_operations_in_another_order() -> None:
-    one = [rank(n, op(5), inside(6, "broadcast")) for n in (0, 1, 3)]
-    found = judge([*one, rank(2, op(5, "broadcast"), inside(6))])
+    others = [rank(n, op(5), inside(6, "broadcast")) for n in (0, 1, 3)]
+    found = judge([*others, rank(2, op(5, "broadcast"), inside(6))])
     assert (found.kind, found.sequence) == (verdict.MISMATCH, 5)
     assert "in another order" in found.sentence
 
@@ -413,8 +413,8 @@ def test_a_large_job() -> None:
 
 
 def test_evidence_travels() -> None:
-    for one in [*waiting(0, 1), rank(2, message("recv", -1)), Rank(3, process=evidence.MISSING)]:
-        assert evidence.from_json(evidence.to_json(one)) == one
+    for peer in [*waiting(0, 1), rank(2, message("recv", -1)), Rank(3, process=evidence.MISSING)]:
+        assert evidence.from_json(evidence.to_json(peer)) == peer
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def changed(**changes: Any) -> Operation:
 
 
 def rank(number: int, *operations: Operation, **more: Any) -> Rank:
-    begun = max((one.sequence for one in operations), default=6)
+    begun = max((operation.sequence for operation in operations), default=6)
     groups = (Group("0", "", (0, 1, 2), begun, 0),)
     return Rank(number, "a", 100 + number, groups=groups, operations=operations, **more)
 
@@ -148,8 +148,8 @@ def speak(
 ) -> str:
     """Return what rank `own` says, with these ranks on its node."""
     records = tuple(
-        Record(one.pid, one.rank, 3, 0, "a", "", "job", {}, 0, 0.0, one.groups, one.operations)
-        for one in ranks
+        Record(seen.pid, seen.rank, 3, 0, "a", "", "job", {}, 0, 0.0, seen.groups, seen.operations)
+        for seen in ranks
     )
     monkeypatch.setattr(collect, "jobs", lambda name: [collect.HungJob(name, records)])
     monkeypatch.setattr(collect, "ranks", lambda records, **how: list(ranks))

@@ -74,8 +74,8 @@ def test_arms_differ_by_their_variables_alone() -> None:
     assert job(arm="ours").environment(1, [])["LOCAL_RANK"] == "1"
     names = ("DEEPYTORCH_PROFILE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     arms = [job(arm=arm, scratch="/x").environment(0, []) for arm in ("ours", "tuned-compile")]
-    assert all(one[name].startswith("/x/") for one in arms for name in names)
-    assert len({one[name] for one in arms for name in names}) == 6
+    assert all(variables[name].startswith("/x/") for variables in arms for name in names)
+    assert len({variables[name] for variables in arms for name in names}) == 6
     row = headline.ROWS["bert-amp"]
     assert headline.arms_of(row, split=False) == ("plain", "tuned-compile", "ours")
 
@@ -266,9 +266,11 @@ def test_a_cache_saves_the_encoders_and_changes_nothing_else(
     loops = []
     for arm in ("plain", "ours"):
         torch.manual_seed(0)
-        one = job("sd21-dreambooth-loop", world_size=1, arm=arm)
+        drawing_job = job("sd21-dreambooth-loop", world_size=1, arm=arm)
         loops.append(
-            diffusion.Pipeline(ImageArm(one, device, Precision("fp32", device), layout=False))
+            diffusion.Pipeline(
+                ImageArm(drawing_job, device, Precision("fp32", device), layout=False)
+            )
         )
     first = loops[0].batch(0)
     encoded: list[list[int]] = [[], []]
@@ -306,6 +308,6 @@ def test_batches_are_made_outside_of_autocast(monkeypatch: pytest.MonkeyPatch) -
         return made[0]
 
     monkeypatch.setattr(vision, "_family", family)
-    one = job("resnet50-amp", world_size=1, arm="ours")
-    vision.build(one, torch.device("cpu")).train(0)
+    vision_job = job("resnet50-amp", world_size=1, arm="ours")
+    vision.build(vision_job, torch.device("cpu")).train(0)
     assert made[0].under_autocast == [False, False]  # the one that decides, and the step's

@@ -69,7 +69,7 @@ def test_kernels_that_are_exact_stay_with_on_and_come_out_again() -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
     swapped.undo()
     swapped.undo()
-    assert not any("forward" in vars(one) for one in network)
+    assert not any("forward" in vars(layer) for layer in network)
     assert torch.equal(network(x), expected)
 
 
@@ -80,7 +80,7 @@ def test_kernels_that_compute_something_else_are_dropped() -> None:
         decision = made()["OwnRMSNorm(6)"]
         assert decision["chosen"] == "stock"
         assert "differs by" in decision["dropped"]["torch"]
-        assert not any("forward" in vars(one) for one in network)
+        assert not any("forward" in vars(layer) for layer in network)
 
 
 def test_kernels_off_looks_at_nothing() -> None:
@@ -162,7 +162,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
             kind="bench", what="bench", targets=(target,), probe=probe, saves_memory=saves_memory
         )
         monkeypatch.setattr(kernels, "_finders", {"bench": lambda setting: [place]})
-        monkeypatch.setattr(kernels, "_kernels", {one.name: one for one in found})
+        monkeypatch.setattr(kernels, "_kernels", {kernel.name: kernel for kernel in found})
         return apply_kernels(KernelSetting(model=target, device=CPU)).names
 
     return run

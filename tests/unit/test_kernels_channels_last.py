@@ -86,7 +86,7 @@ def test_kernels_channels_last_is_kept_if_faster_and_trains_the_same(
 ) -> None:
     pretend(monkeypatch, {"stock": 2.0, "channels_last": 1.0 if wins else 3.0})
     model, reference = network(), network()
-    optimizers = [torch.optim.AdamW(one.parameters()) for one in (model, reference)]
+    optimizers = [torch.optim.AdamW(either.parameters()) for either in (model, reference)]
     undo = channels_last.choose(model)
     assert not is_channels_last(model), "before there is a batch"
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_kernels_channels_last_changes_nothing_of_weights_gradients_and_state(
 ) -> None:
     model, reference = network(), network()
     keywords = {"lr": 0.01, **({"momentum": 0.9} if make is torch.optim.SGD else {})}
-    ours, stock = (make(one.parameters(), **keywords) for one in (model, reference))
+    ours, stock = (make(either.parameters(), **keywords) for either in (model, reference))
     if is_fused:
         setting = KernelSetting(
             model=nn.Linear(1, 1), optimizers=[ours], device=torch.device("cpu")
@@ -133,8 +133,8 @@ def test_kernels_channels_last_changes_nothing_of_weights_gradients_and_state(
         assert mine.stride() == theirs.stride()
         assert mine.grad.stride() == theirs.grad.stride()
         state, expected = ours.state[mine], stock.state[theirs]
-        assert {name: one.stride() for name, one in state.items()} == {
-            name: one.stride() for name, one in expected.items()
+        assert {name: tensor.stride() for name, tensor in state.items()} == {
+            name: tensor.stride() for name, tensor in expected.items()
         }
     flat = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(flat, model.parameters())
@@ -173,7 +173,7 @@ def test_kernels_channels_last_is_tried_apart_from_what_made_the_inputs(
         loss = model({"images": made, "others": (image,)}, more=[torch.ones(4, 3, 9, 7)])
         loss.square().mean().backward()
         assert bool(model._forward_pre_hooks) == ours
-        gradients.append([one.grad for one in (image, *encoder.parameters())])
+        gradients.append([weight.grad for weight in (image, *encoder.parameters())])
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 

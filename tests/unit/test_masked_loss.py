@@ -46,15 +46,17 @@ def batch(number: int, share: float = 0.2) -> dict[str, torch.Tensor]:
 
 def train(model: Any, ours: bool, share: float = 0.2) -> list[Any]:
     numbers: Any = range(6)
-    loader: DataLoader[Any] = DataLoader(numbers, collate_fn=lambda one: batch(one[0], share))
+    loader: DataLoader[Any] = DataLoader(
+        numbers, collate_fn=lambda samples: batch(samples[0], share)
+    )
     names: dict[str, str] = {}
     if ours:
         names = apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "on").names
         assert pack_batches(model, "on", loaders=[loader])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for one in loader:
-        loss = model(**one).loss
+    for inputs in loader:
+        loss = model(**inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -158,7 +160,7 @@ def test_kernels_masked_loss_is_measured_with_auto() -> None:
     model = made("Bert")
     apply_kernels(KernelSetting(model=model, device=torch.device("cpu")), "auto")
     what = f"loss of BertForMaskedLM({VOCABULARY})"
-    (decision,) = (one for one in decisions.made() if one["what"] == what)
+    (decision,) = (entry for entry in decisions.made() if entry["what"] == what)
     assert set(decision["times_ms"]) == {"stock", "masked tokens"}
     assert not decision.get("dropped")
 

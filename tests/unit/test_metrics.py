@@ -54,7 +54,9 @@ def test_every_metric_is_served_with_its_labels(
     place: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One sample of everything.
-    found = {name: (name, ("x",) * len(one.labels), 1.5) for name, one in metrics.METRICS.items()}
+    found = {
+        name: (name, ("x",) * len(metric.labels), 1.5) for name, metric in metrics.METRICS.items()
+    }
     real = list(metrics.samples())
     assert {name for name, *_ in real} <= metrics.METRICS.keys()
     assert all(len(labels) == len(metrics.METRICS[name].labels) for name, labels, _ in real)
@@ -64,10 +66,10 @@ def test_every_metric_is_served_with_its_labels(
     assert (status, kind.split(";")[0]) == (200, "text/plain")
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families.keys() == metrics.METRICS.keys()
-    for name, one in metrics.METRICS.items():
+    for name, metric in metrics.METRICS.items():
         (sample,) = families[name].samples
-        assert families[name].type == one.kind
-        assert sample.labels == {"rank": "0", **dict.fromkeys(one.labels, "x")}
+        assert families[name].type == metric.kind
+        assert sample.labels == {"rank": "0", **dict.fromkeys(metric.labels, "x")}
         assert sample.value == 3.0, "of one name they are added up"
 
 
@@ -221,11 +223,13 @@ def test_the_dashboard_asks_for_what_is_served() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [
-        one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"
+        variable["query"]["query"]
+        for variable in dashboard["templating"]["list"]
+        if variable["type"] == "query"
     ]
     served = {
-        name + ("_total" if one.kind == "counter" else ""): one.labels
-        for name, one in metrics.METRICS.items()
+        name + ("_total" if metric.kind == "counter" else ""): metric.labels
+        for name, metric in metrics.METRICS.items()
     }
     asked = {name for query in queries for name in re.findall(r"\bdeepytorch_\w+", query)}
     assert asked == served.keys(), "each is on a panel, and nothing else"

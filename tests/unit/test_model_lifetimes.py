@@ -78,9 +78,9 @@ def test_models_go_with_their_last_user(
     for _ in range(steps):
         model(**batch()).loss.backward()
     parts = [model, *model.children(), next(model.parameters())]
-    references = [weakref.ref(one) for one in parts]
+    references = [weakref.ref(part) for part in parts]
     del model, parts
-    assert [one() for one in references] == [None] * len(references)
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -96,6 +96,6 @@ def test_accelerators_and_what_they_prepared_go_with_their_last_user(is_asked: b
     made = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader([1, 2]))
     accelerator.backward(made[0](**batch()).loss)
     made[1].step()
-    references = [weakref.ref(one) for one in (accelerator, *made)]
+    references = [weakref.ref(thing) for thing in (accelerator, *made)]
     del accelerator, made, model
-    assert [one() for one in references] == [None] * len(references)
+    assert [reference() for reference in references] == [None] * len(references)

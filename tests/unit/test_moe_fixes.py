@@ -220,9 +220,9 @@ def test_experts_are_counted_without_a_look(
         assert len(calls) == (least < 6)  # there may be more than it was told: stock's
         other = elsewhere(scores, numbers, least)
         assert len(calls) == (least < 6) + 1
-    for one in (found, other):
-        assert one.dtype == expected.dtype
-        assert one.tolist() == expected.tolist()
+    for output in (found, other):
+        assert output.dtype == expected.dtype
+        assert output.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("numbers", [[0, 6], [-1, 2]])

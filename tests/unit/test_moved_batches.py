@@ -50,7 +50,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "labels in place": lambda b: b["labels"].masked_fill_(b["attention_mask"] == 0, -100),
     "another mask": lambda b: b.update(attention_mask=b["attention_mask"].clone()),
     "other labels": lambda b: b.update(labels=b["labels"] + 1),
-    "rows": lambda b: b.update({name: one[:1] for name, one in b.items()}),
+    "rows": lambda b: b.update({name: tensor[:1] for name, tensor in b.items()}),
 }
 
 

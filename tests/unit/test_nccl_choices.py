@@ -89,8 +89,10 @@ def test_every_candidate_is_measured_and_the_best_ones_become_the_table(tmp_path
     cases = [(op, size) for op in ("all_reduce", "all_gather") for size in sizes]
     found, chosen = nccl_choices.settle(cases, Fake(), clock, Ranks())
     assert len(found) == 3 * (2 + 1) * 3  # sizes, algorithms of both operations, protocols
-    assert {one.trial.op for one in found if one.trial.candidate == TREE} == {"all_reduce"}
-    assert [one.trial.num_bytes >> 16 for one in nccl_choices.best(found)] == [16, 64, 1]
+    assert {measured.trial.op for measured in found if measured.trial.candidate == TREE} == {
+        "all_reduce"
+    }
+    assert [measured.trial.num_bytes >> 16 for measured in nccl_choices.best(found)] == [16, 64, 1]
     result = nccl_choices.record(found, chosen, nodes=2, ranks=4)  # without the lucky one
     expected = {
         **{"collective": "all_reduce", "algorithm": "tree", "protocol": "simple"},

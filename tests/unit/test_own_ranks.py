@@ -81,7 +81,7 @@ def test_processes_of_the_scripts_own_are_accompanied(monkeypatch: pytest.Monkey
     companion.watch(lambda: wanted.pop(0))
     for target in (meet, print, meet, _utils.worker._worker_loop, None):
         multiprocessing.Process(target=target).start()  # the loader's worker asks nobody
-    assert [one.args if one is not meet else one for one in started[:3]] == [
+    assert [called.args if called is not meet else called for called in started[:3]] == [
         (meet, False),
         (print, False),
         meet,

@@ -69,7 +69,9 @@ def test_one_name_and_one_home(project: dict[str, Any]) -> None:
     name, urls = project["project"]["name"], project["project"]["urls"]
     assert name == distribution.NAME
     assert yaml.safe_load((ROOT / ".ci/conda/recipe.yaml").read_text())["package"]["name"] == name
-    wheels = re.findall(r"\bdist/(\w+)-", "".join((ROOT / one).read_text() for one in MAKES_WHEELS))
+    wheels = re.findall(
+        r"\bdist/(\w+)-", "".join((ROOT / path).read_text() for path in MAKES_WHEELS)
+    )
     assert set(wheels) == {name.replace("-", "_")}
     (repository,) = re.findall(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert urls["Repository"] == repository

@@ -82,8 +82,8 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def chosen() -> list[tuple[str, str]]:
-    made = [one for one in decisions.made() if one["what"] == "padding-free"]
-    return [(one["chosen"], one["reason"]) for one in made]
+    made = [decision for decision in decisions.made() if decision["what"] == "padding-free"]
+    return [(decision["chosen"], decision["reason"]) for decision in made]
 
 
 Use = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -101,7 +101,10 @@ def trained(model: Any, uses: list[Use], *, ours: bool) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return [*losses, sum(float(one.detach().double().abs().sum()) for one in model.parameters())]
+    return [
+        *losses,
+        sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters()),
+    ]
 
 
 def assert_like_stock(make: Callable[[], Any], uses: list[Use]) -> None:
@@ -193,7 +196,7 @@ def test_who_reads_outputs_later_gets_those_of_the_padded_batch(read: Use) -> No
 
 def router_losses(model: Any, given: dict[str, Tensor]) -> Tensor:
     output = model(**given)
-    z_losses: Tensor = sum(one.logsumexp(-1).pow(2).mean() for one in output.router_logits)
+    z_losses: Tensor = sum(logits.logsumexp(-1).pow(2).mean() for logits in output.router_logits)
     return output.loss + z_losses
 
 
@@ -204,7 +207,7 @@ def test_router_logits_at_padding_are_stocks(first: Use) -> None:
 
 def in_two_segments(model: Any, given: dict[str, Tensor]) -> Tensor:
     """The second half of each text sees the first through the cache."""
-    parts = [{name: one[:, :6] for name, one in given.items()}, dict(given)]
+    parts = [{name: tensor[:, :6] for name, tensor in given.items()}, dict(given)]
     parts[1] |= {name: given[name][:, 6:] for name in ("input_ids", "labels")}
     first = model(**parts[0], use_cache=True)
     second = model(**parts[1], past_key_values=first.past_key_values)
@@ -246,7 +249,7 @@ def test_outputs_look_like_stocks() -> None:
     stock, model = llama(), llama()
     padding_free.watch(model)
     for step in range(3):
-        expected, output = (one(**batch(step)) for one in (stock, model))
+        expected, output = (network(**batch(step)) for network in (stock, model))
         assert list(output.keys()) == list(expected.keys())
         assert len(output) == len(expected)
         assert type(output).__name__ == type(expected).__name__
@@ -259,7 +262,7 @@ def test_gradients_of_gradients_keep_the_padding() -> None:
     def penalty(model: Any, given: dict[str, Tensor]) -> Tensor:
         loss = model(**given).loss
         found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        return loss + 0.1 * sum(one.pow(2).sum() for one in found)
+        return loss + 0.1 * sum(gradient.pow(2).sum() for gradient in found)
 
     def make() -> Any:
         model = llama()

@@ -195,7 +195,7 @@ def test_padding_free_attention_of_float32_on_cuda_is_opaque_to_compilers(
         settings = {"causal": True, "window_size": None, "scale": None, "dropout": 0.1}
         out, *_ = torch.ops.deepytorch.varlen_efficient(*inputs, bounds, longest=25, **settings)
         grads = torch.autograd.grad(out.sum(), inputs)
-    assert [grad.shape for grad in grads] == [one.shape for one in inputs]
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in inputs]
 
 
 @pytest.mark.parametrize(

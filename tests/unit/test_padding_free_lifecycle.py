@@ -51,7 +51,7 @@ def example(index: int) -> list[int]:
 
 def padded(examples: list[list[int]]) -> dict[str, torch.Tensor]:
     longest = max(map(len, examples)) + 1
-    ids = torch.tensor([one + [0] * (longest - len(one)) for one in examples])
+    ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in examples])
     mask = (ids != 0).long()
     return {
         "input_ids": ids,
@@ -229,9 +229,9 @@ def test_copies_of_padding_free_models_stand_alone() -> None:
 def test_padding_free_activation_checkpoints_recompute_the_packed_row(reentrant: bool) -> None:
     stock, model = llama(), llama()
     padding_free.attach(model, "on", adapter="test")
-    for one in (stock, model):
-        one.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        one.enable_input_require_grads()
+    for network in (stock, model):
+        network.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        network.enable_input_require_grads()
     seen = batch()
     ours, theirs = model(**seen).loss, stock(**seen).loss
     # Between the two halves of a step the model may evaluate.
@@ -265,11 +265,11 @@ def test_padding_free_adapters_of_peft_train_like_padded_ones() -> None:
     stock, model = models
     assert padding_free.attach(model, "on", adapter="test")
     for _ in range(2):
-        losses = [one(**batch()).loss for one in models]
+        losses = [network(**batch()).loss for network in models]
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-        for one, loss in zip(models, losses, strict=True):
+        for network, loss in zip(models, losses, strict=True):
             loss.backward()
-            for parameter in one.parameters():
+            for parameter in network.parameters():
                 if parameter.grad is not None:
                     parameter.data -= parameter.grad
                     parameter.grad = None
@@ -362,8 +362,8 @@ def test_the_padding_free_example_of_the_guide_runs(capsys: pytest.CaptureFixtur
 def test_padding_free_models_train_in_threads_side_by_side() -> None:
     """Keep the kind of one model's pass from the other's, which differs meanwhile."""
     model, other = llama(), llama(attn_implementation="eager")
-    for one in (model, other):
-        padding_free.attach(one, "on", adapter="test")
+    for network in (model, other):
+        padding_free.attach(network, "on", adapter="test")
     inside, done = threading.Event(), threading.Event()
 
     def wait(*_: Any) -> None:
@@ -397,9 +397,9 @@ def test_padding_free_checkpoints_of_the_model_recompute_rows_of_the_same_size()
     attached.forward.shapes.use_few(4)  # from the thirteenth batch on
     model(**batch())
     for step in range(1, 15):
-        for one in (stock, model):
+        for network in (stock, model):
             given = batch(step)
-            loss = checkpoint(lambda m, g: m(**g).loss, one, given, use_reentrant=False)
+            loss = checkpoint(lambda m, g: m(**g).loss, network, given, use_reentrant=False)
             loss.backward()
     for mine, expected in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-4, atol=1e-5)
@@ -412,14 +412,14 @@ def test_padding_free_models_keep_the_name_of_their_attention(attention: str) ->
     second = LlamaForCausalLM(first.config).train()
     lookups = packed_attention._lookups
     before = lookups._num_users  # models of other tests
-    for one in (first, second):
-        assert padding_free.attach(one, "on", adapter="test")
-        one(**batch()).loss.backward()
-        assert one.config._attn_implementation == attention
-        assert copy.deepcopy(one).config._attn_implementation == attention
+    for network in (first, second):
+        assert padding_free.attach(network, "on", adapter="test")
+        network(**batch()).loss.backward()
+        assert network.config._attn_implementation == attention
+        assert copy.deepcopy(network).config._attn_implementation == attention
     assert lookups._num_users == before + 2
-    for one in (first, second):
-        assert padding_free.detach(one)
+    for network in (first, second):
+        assert padding_free.detach(network)
     assert lookups._num_users == before
     is_stock = AttentionInterface.get_interface is packed_attention._stock_attention_of
     assert is_stock == (not before)
@@ -434,5 +434,5 @@ def test_a_teacher_gets_the_batch_of_a_padding_free_student() -> None:
     (planned,) = loader
     assert BATCH_KEY in planned
     expected = teacher(**padded([example(row) for row in range(4)]))
-    for one in (teacher, torch.compile(teacher, backend="eager")):
-        torch.testing.assert_close(one(**planned).logits, expected.logits)
+    for network in (teacher, torch.compile(teacher, backend="eager")):
+        torch.testing.assert_close(network(**planned).logits, expected.logits)

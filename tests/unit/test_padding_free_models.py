@@ -196,7 +196,7 @@ def test_padding_free_output_is_unpacked_when_it_is_read() -> None:
     batch = batch_of()
     real = batch["attention_mask"] != 0
     output, padded = (
-        one(**batch, output_hidden_states=True, use_cache=False) for one in (model, stock)
+        network(**batch, output_hidden_states=True, use_cache=False) for network in (model, stock)
     )
     assert isinstance(output, type(padded))
     assert list(output.keys()) == list(padded.keys())
@@ -459,8 +459,8 @@ def test_what_looks_into_the_model_keeps_the_padding() -> None:
     stock = build("llama")
     model = copy.deepcopy(stock)
     assert padding_free.attach(model, "auto", adapter="test")
-    for one in (model, stock):
-        one.get_input_embeddings().register_forward_hook(Noise())
+    for network in (model, stock):
+        network.get_input_embeddings().register_forward_hook(Noise())
     assert_same_training(model, stock, batch_of())
     assert "Noise is a hook on model.embed_tokens" in str(decisions.made()[-1]["reason"])
 
@@ -471,14 +471,14 @@ def test_another_attention_that_is_chosen_later_is_packed_over() -> None:
     assert padding_free.attach(model, "on", adapter="test")
     watch = Watch(model)
     for name in ("eager", "sdpa", "sdpa"):
-        for one in (model, stock):
-            one.set_attn_implementation(name)
+        for network in (model, stock):
+            network.set_attn_implementation(name)
         assert_same_training(model, stock, batch_of())
         assert watch.num_tokens == 30
-    for one in (model, stock):
-        one.set_attn_implementation("eager")
-        one.eval()
-    shown = [one(**batch_of(), output_attentions=True).attentions for one in (model, stock)]
+    for network in (model, stock):
+        network.set_attn_implementation("eager")
+        network.eval()
+    shown = [network(**batch_of(), output_attentions=True).attentions for network in (model, stock)]
     torch.testing.assert_close(shown[0], shown[1])
 
 
@@ -497,7 +497,7 @@ def test_an_output_can_be_made_anew_from_its_fields() -> None:
     assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     size = (*batch["input_ids"].shape, model.config.vocab_size)
-    for made in (dataclasses.replace, type(model(**batch)).copy, lambda one: one | {}):
+    for made in (dataclasses.replace, type(model(**batch)).copy, lambda output: output | {}):
         assert tuple(made(model(**batch)).logits.shape) == size
 
 

@@ -104,7 +104,7 @@ def test_values_of_tokens_come_back_and_a_loss_that_takes_them_at_padding_is_ref
     assert padding_free.attach(model, "auto", adapter="test")
     batch = batch_of()
     mask = batch["attention_mask"]
-    ours, theirs = ((one(**batch).scores * mask).square().sum() for one in (model, stock))
+    ours, theirs = ((network(**batch).scores * mask).square().sum() for network in (model, stock))
     torch.testing.assert_close(ours, theirs)
     ours.backward()
     with pytest.raises(RuntimeError, match="the loss takes what the model gives at padding"):
@@ -125,12 +125,12 @@ def test_trls_fused_head_gives_the_log_probabilities_of_the_padded_batch(left: b
     torch.manual_seed(0)
     models = [hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).train() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    for one in models:
-        add_fused_lm_head(one, temperature=0.7, outputs=FIELDS)
+    for network in models:
+        add_fused_lm_head(network, temperature=0.7, outputs=FIELDS)
     stock, model = models
     assert padding_free.attach(model, "on", adapter="test")  # so it is packed, or an error
     batch = batch_of(left=left)
-    ours, theirs = (one(**batch, fused_lm_head=True) for one in (model, stock))
+    ours, theirs = (network(**batch, fused_lm_head=True) for network in (model, stock))
     assert isinstance(ours, FusedCausalLMOutput)
     assert set(ours) == set(theirs) == {"loss", "label_mask", *FIELDS}
     for name, expected in theirs.items():
@@ -174,7 +174,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor:
             self.num_selections += any(
-                one is not None and one.dtype == torch.bool for one in args[1]
+                index is not None and index.dtype == torch.bool for index in args[1]
             )
         return func(*args, **(kwargs or {}))
 
@@ -196,11 +196,11 @@ def test_another_head_of_the_same_name_gets_its_padding() -> None:
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).train()
     stock = copy.deepcopy(model)
-    for one in (model, stock):
-        one.forward = OtherHead(one)
+    for network in (model, stock):
+        network.forward = OtherHead(network)
     assert padding_free.attach(model, "auto", adapter="test")
     batch = batch_of()
-    ours, theirs = (one(**batch, fused_lm_head=True).log_probs for one in (model, stock))
+    ours, theirs = (network(**batch, fused_lm_head=True).log_probs for network in (model, stock))
     assert torch.equal(ours, theirs)
     assert decisions.made()[-1]["reason"] == "the model is called with fused_lm_head=True"
 
@@ -217,14 +217,14 @@ def test_a_tuple_of_a_mixture_of_experts_is_the_padded_one(asked: dict[str, Any]
     assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
-    ours, theirs = (one(**batch, return_dict=False, **asked) for one in (model, stock))
+    ours, theirs = (network(**batch, return_dict=False, **asked) for network in (model, stock))
     assert len(ours) == len(theirs)
     for mine, expected in zip(ours, theirs, strict=True):
         if isinstance(expected, hf.Cache):
             with pytest.raises(contract.IntegrationError, match=r"layers of the past_key_values"):
                 _ = mine.layers
             continue
-        leaves = [torch.utils._pytree.tree_leaves(one) for one in (mine, expected)]
+        leaves = [torch.utils._pytree.tree_leaves(outputs) for outputs in (mine, expected)]
         for packed, padded in zip(*leaves, strict=True):
             assert packed.shape == padded.shape
             if padded.dim() == 2:  # of the router, [batch * width, experts]
@@ -242,8 +242,8 @@ def test_who_looks_at_outputs_without_gradients_leaves_others_theirs(without: An
     assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
-    for one in (stock, model):
-        output = one(**batch)
+    for network in (stock, model):
+        output = network(**batch)
         with without():
             output.logits.argmax(-1)
         (output.logits[real].square().mean() + output.loss).backward()
@@ -256,8 +256,8 @@ def test_outputs_may_be_changed_in_place() -> None:
     assert padding_free.attach(model, "on", adapter="test")
     batch = batch_of()
     real = batch["attention_mask"] != 0
-    for one in (stock, model):
-        logits = one(**batch).logits
+    for network in (stock, model):
+        logits = network(**batch).logits
         logits.div_(2)
         logits[:, 1] += 1
         logits[real].square().mean().backward()

@@ -40,9 +40,9 @@ Ends = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    one, other = socket.socketpair()
-    with one, other:
-        yield one, other
+    near, other = socket.socketpair()
+    with near, other:
+        yield near, other
 
 
 def garbage(connection: socket.socket) -> None:
@@ -186,11 +186,11 @@ def test_a_listener_on_the_line_learns_nothing_that_opens_another_connection(
     theirs.sendall(from_client)
     with pytest.raises(greeting.StrangerError, match="does not know the secret"):
         greeting.welcome(ours, SECRET, far())
-    one, other = socket.socketpair()
-    with one, other:
+    near, other = socket.socketpair()
+    with near, other:
         other.sendall(from_server)
         with pytest.raises(greeting.StrangerError, match="does not know the secret"):
-            greeting.introduce(one, SECRET, 7, far())
+            greeting.introduce(near, SECRET, 7, far())
 
 
 @contextmanager

@@ -82,9 +82,9 @@ def test_what_a_script_has_put_on_a_module_stays_on_its_replica() -> None:
 
 def test_a_copy_of_a_compiled_model_can_be_compiled_too(compiled: nn.Module) -> None:
     copied = copy.deepcopy(compiled)
-    found = [(one.name, len(one.modules)) for one in regions.find(copied)]
+    found = [(region.name, len(region.modules)) for region in regions.find(copied)]
     engine.undo(compiled)
-    assert found == [(one.name, len(one.modules)) for one in regions.find(compiled)]
+    assert found == [(region.name, len(region.modules)) for region in regions.find(compiled)]
 
 
 def test_a_saved_model_needs_nothing_of_ours(compiled: nn.Module) -> None:

@@ -141,7 +141,7 @@ def test_recent_times_are_each_operations_own(
     ]
     monkeypatch.setattr(record, "ended", lambda descriptor: ended)
     names = ("group", "op", "native", "bytes", "calls", "median_us")
-    assert [tuple(one[name] for name in names) for one in summary.report().recent] == [
+    assert [tuple(row[name] for name in names) for row in summary.report().recent] == [
         ("0", "all_gather", False, 100, 1, 1.5),
         ("0", "all_reduce", True, 100, 3, 4.0),
         ("0", "all_reduce", True, 7000, 1, 40.0),

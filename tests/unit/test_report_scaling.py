@@ -59,7 +59,7 @@ def saved(ranks: int = 4, **changes: Any) -> dict[str, Any]:
     values = {
         "active": True,
         "options": {},
-        "native_calls": sum(one["calls"] for one in rows),
+        "native_calls": sum(record["calls"] for record in rows),
         "delegated_calls": 0,
         "rows": rows,
         "decisions": [],
@@ -91,7 +91,7 @@ def communication_ms(ranks: int) -> float:
 def steps_of(report: dict[str, Any]) -> dict[int, float]:
     found = report_scaling.forecast(report)
     assert found["known"], found
-    return {one[found["unit"]]: one["step_ms"] for one in found["forecast"]}
+    return {point[found["unit"]]: point["step_ms"] for point in found["forecast"]}
 
 
 def reason_of(report: dict[str, Any]) -> str:
@@ -111,13 +111,13 @@ def test_a_ring_of_ranks_follows_the_closed_form() -> None:
     assert model["alpha_us"] == pytest.approx(ALPHA_US, rel=1e-6)
     assert model["beta_us"] == pytest.approx(BETA_US, rel=1e-6)
     assert (model["fitted_to"], model["error"]) == ("the operations' mean times", 0)
-    assert [one["ranks"] for one in found["forecast"]] == [2, 4, 8, 16, 64]
-    for one in found["forecast"]:
-        exposed_ms = (1 - hidden_share) * communication_ms(one["ranks"])
-        assert one["exposed_ms"] == pytest.approx(exposed_ms, abs=1e-3)
-        assert one["step_ms"] == pytest.approx(38.0 + exposed_ms, abs=1e-3)
-        assert one["efficiency"] == pytest.approx(40.0 / (38.0 + exposed_ms), abs=1e-3)
-        assert one["extrapolated"] == (one["ranks"] > 4)
+    assert [point["ranks"] for point in found["forecast"]] == [2, 4, 8, 16, 64]
+    for point in found["forecast"]:
+        exposed_ms = (1 - hidden_share) * communication_ms(point["ranks"])
+        assert point["exposed_ms"] == pytest.approx(exposed_ms, abs=1e-3)
+        assert point["step_ms"] == pytest.approx(38.0 + exposed_ms, abs=1e-3)
+        assert point["efficiency"] == pytest.approx(40.0 / (38.0 + exposed_ms), abs=1e-3)
+        assert point["extrapolated"] == (point["ranks"] > 4)
 
 
 def test_what_is_hidden_stays_so_until_it_exceeds_computing() -> None:
@@ -162,9 +162,9 @@ def test_more_ranks_never_take_less(seed: int) -> None:
         saved(ranks, rows=rows, course=timed, nodes=nodes, groups={"0": ranks})
     )
     assert found["known"], found
-    steps = [one["step_ms"] for one in found["forecast"]]
+    steps = [point["step_ms"] for point in found["forecast"]]
     assert steps == sorted(steps)
-    assert all(one["exposed_ms"] >= 0 for one in found["forecast"])
+    assert all(point["exposed_ms"] >= 0 for point in found["forecast"])
     assert found["forecast"][-1]["efficiency"] <= 1
 
 
@@ -188,12 +188,12 @@ def test_nodes_are_forecast_where_there_are_several() -> None:
     timed = course(today_ms + 5.0, today_ms)
     found = report_scaling.forecast(saved(4, rows=rows, decisions=decisions, nodes=2, course=timed))
     assert (found["unit"], found["today"], found["ranks_per_node"]) == ("nodes", 2, 2)
-    assert {one["carrier"]: one["schedule"] for one in found["models"]} == {
+    assert {model["carrier"]: model["schedule"] for model in found["models"]} == {
         "native": "hierarchical",
         "stock": "flat ring",
     }
-    for one in found["forecast"]:
-        assert one["step_ms"] == pytest.approx(5.0 + expected_ms(one["nodes"]), abs=1e-3)
+    for point in found["forecast"]:
+        assert point["step_ms"] == pytest.approx(5.0 + expected_ms(point["nodes"]), abs=1e-3)
     assert "today on 2 nodes of 2 ranks" in next(report_scaling.lines(found))
 
 
@@ -204,7 +204,7 @@ def test_the_parts_of_gathers_and_scatters_shrink_with_more_ranks() -> None:
         row(op, STEPS, size // 4, ring_us(4, size, halves=1))
         for op, size in (("all_gather", model_bytes), ("reduce_scatter", 4 * 20_001))
     ]
-    exposed_ms = sum(one["time_us"] for one in rows) / STEPS / 1e3
+    exposed_ms = sum(record["time_us"] for record in rows) / STEPS / 1e3
     steps = steps_of(saved(rows=rows, course=course(30.0, exposed_ms)))
     both_us = ring_us(16, model_bytes, halves=1) + ring_us(16, 4 * 20_001, halves=1)
     assert steps[16] == pytest.approx(30.0 - exposed_ms + both_us / 1e3, abs=1e-3)
@@ -263,8 +263,8 @@ def test_what_does_not_grow_is_taken_as_today() -> None:
 
 def test_waiting_for_others_is_no_communication() -> None:
     """Half of the operations' time was waiting: the model is of the other half."""
-    rows = [{**one, "time_us": 2 * one["time_us"]} for one in saved()["rows"]]
-    waited_us = sum(one["time_us"] for one in rows) / 2
+    rows = [{**record, "time_us": 2 * record["time_us"]} for record in saved()["rows"]]
+    waited_us = sum(record["time_us"] for record in rows) / 2
     waiting = [{"group": "0", "operations": STEPS * sum(CALLS), "waited_us": waited_us}]
     waited_ms = communication_ms(4)
     timed = course(40.0, 2.0 + waited_ms, waited=waited_ms)
@@ -366,7 +366,7 @@ def test_the_command_says_it_as_text_as_json_and_on_the_page(tmp_path: Path) -> 
     text = runner.invoke(cli.app, ["report", str(path)])
     assert text.exit_code == 0, text.output
     found = report_scaling.forecast(saved())
-    step_ms = {one["ranks"]: one["step_ms"] for one in found["forecast"]}
+    step_ms = {point["ranks"]: point["step_ms"] for point in found["forecast"]}
     assert (
         f"will it scale: step 40.0 ms today on 4 ranks, 2.0 ms of it exposed communication "
         f"({found['hidden_share']:.0%} of {found['communication_ms']:.1f} ms hidden); "

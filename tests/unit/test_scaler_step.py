@@ -128,8 +128,8 @@ def patched_as_accelerate_does(optimizer: Any) -> None:
 
 
 WATCHERS = {
-    "a step hook": lambda one: one.register_step_post_hook(lambda *_: None),
-    "a hook before": lambda one: one.register_step_pre_hook(lambda *_: None),
+    "a step hook": lambda optimizer: optimizer.register_step_post_hook(lambda *_: None),
+    "a hook before": lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None),
     "a step of its own": patched_as_accelerate_does,
 }
 
@@ -162,7 +162,7 @@ def test_a_learning_rate_scheduler_changes_nothing(training: Training) -> None:
 def test_a_step_of_somebody_below_a_schedulers_is_seen(training: Training) -> None:
     steps = []
     optimizer: Any = training.optimizer
-    optimizer.step = types.MethodType(lambda one: steps.append(one), optimizer)
+    optimizer.step = types.MethodType(lambda stepped: steps.append(stepped), optimizer)
     torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: 1.0)
     for number in range(STEPS):
         training.step(number)
@@ -178,7 +178,7 @@ def test_who_asks_whether_a_scaler_is_handed_over_hears_what_stock_says(
 def test_other_optimizers_and_closures_go_the_stock_way(training: Training) -> None:
     assert Training(torch.optim.Adagrad).switched().step(1) > 0
     own = training.parameters
-    own[0].grad, own[1].grad, own[2].grad = (torch.randn_like(one) for one in own)
+    own[0].grad, own[1].grad, own[2].grad = (torch.randn_like(parameter) for parameter in own)
     training.scaler.scale(torch.ones(()))
     with Waits() as waits:
         training.scaler.step(training.optimizer, lambda: 3.0)
@@ -238,8 +238,8 @@ def found_instead(scaler: GradScaler, value: Any) -> Any:
     def unscale_(optimizer: Any) -> None:
         unscale(optimizer)
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for device, one in found.items():
-            found[device] = one * value
+        for device, overflow in found.items():
+            found[device] = overflow * value
 
     scaler.unscale_ = unscale_  # type: ignore[method-assign]
 

@@ -39,9 +39,9 @@ def test_every_script_is_complete(script: Script) -> None:
     assert not script.path.startswith("/")
     assert script.goal >= 0.98
     texts = [*script.arguments, *script.small, script.folder, *script.variables.values()]
-    for one in texts:
-        assert not re.search(r"(^|=)/", one), f"{one} names a place of one machine"
-        named = {name for _, name, _, _ in string.Formatter().parse(one) if name is not None}
+    for template in texts:
+        assert not re.search(r"(^|=)/", template), f"{template} names a place of one machine"
+        named = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
         assert named <= PLACES
 
 
@@ -77,7 +77,7 @@ def test_rows_of_chat_are_ragged() -> None:
     lengths = text.lengths(2_000, 1024)
     assert 120 < sorted(lengths)[1_000] < 180
     assert max(lengths) == 1024
-    assert [len(one.split()) for one in text.ragged(20, 1024)] == text.lengths(20, 1024)
+    assert [len(sentence.split()) for sentence in text.ragged(20, 1024)] == text.lengths(20, 1024)
 
 
 def test_texts_share_their_words() -> None:
@@ -96,7 +96,7 @@ def test_mnist_is_in_the_format_of_its_files(tmp_path: Path) -> None:
 def test_an_unknown_script_is_named() -> None:
     with pytest.raises(BenchError, match="--only nano: expected nanogpt"):
         scripts.chosen(["nano"])
-    assert [one.name for one in scripts.chosen([])] == list(SCRIPTS)
+    assert [script.name for script in scripts.chosen([])] == list(SCRIPTS)
 
 
 @pytest.mark.parametrize("given", ["", "1,2", "0", "1,x,2", "inf"])
@@ -211,7 +211,7 @@ def test_differing_losses_claim_nothing() -> None:
     samples = [
         run(STOCK, [0.1], LOSSES),
         run(FIRST, [0.1], LOSSES),
-        run(SECOND, [0.05], [2 * one for one in LOSSES]),
+        run(SECOND, [0.05], [2 * loss for loss in LOSSES]),
     ]
     record = record_of(ORIGIN, samples)
     assert record["wrong"] == 1

@@ -27,7 +27,7 @@ def test_inputs_are_every_ranks_own_and_the_same_everywhere() -> None:
     inputs = rank_inputs(17, 2, torch.float32, CPU)
     again = rank_inputs(17, 2, torch.float32, CPU)
     assert not torch.equal(inputs[0], inputs[1])
-    assert all(torch.equal(one, other) for one, other in zip(inputs, again, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(inputs, again, strict=True))
 
 
 @pytest.mark.parametrize("elements", [0, 1, 3])

@@ -95,7 +95,7 @@ def test_measured_rates_go_to_both_ends_by_uuid() -> None:
     found = machine_map.links(machine_map.with_measured(BRIDGED, rates))
     assert (found[0].word, found[0].pairs, found[0].is_measured) == ("NV4", ((0, 1), (2, 3)), True)
     assert found[0].speed == "47 to 50 GB/s measured"
-    assert not any(one.is_measured for one in found[1:])
+    assert not any(link.is_measured for link in found[1:])
 
 
 def test_a_machine_without_anything() -> None:
@@ -124,8 +124,8 @@ def check_figure(machine: Topology) -> Figure:
     for text, box in places:
         inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
         assert inside, f"{text!r} is cut"
-    for (one, box), (other, second) in itertools.combinations(places, 2):
-        assert not box.overlaps(second), f"{one!r} overlaps {other!r}"
+    for (label, box), (other, second) in itertools.combinations(places, 2):
+        assert not box.overlaps(second), f"{label!r} overlaps {other!r}"
     return figure
 
 
@@ -181,7 +181,14 @@ def _facts() -> Any:
     # torch numbers them the other way round.
     devices = tuple(Device(3 - gpu.index, gpu.name, "8.9", gpu.uuid) for gpu in gpus)
     pairs = tuple(
-        GpuPair(one, two, False, 20.0 if {one, two} in ({0, 1}, {2, 3}) else 15.0, 12.0, True)
-        for one, two in itertools.permutations(range(4), 2)
+        GpuPair(
+            source,
+            target,
+            False,
+            20.0 if {source, target} in ({0, 1}, {2, 3}) else 15.0,
+            12.0,
+            True,
+        )
+        for source, target in itertools.permutations(range(4), 2)
     )
     return TorchFacts(devices=devices, pairs=pairs)

@@ -86,7 +86,9 @@ def test_the_installed_torch() -> None:
     assert build.version == torch.__version__
     assert (build.root / "include" / "torch" / "extension.h").exists()
     version = torch.__version__.partition("+")[0]
-    assert version.rpartition(".")[0] in {one.rpartition(".")[0] for one in torch_builds.RELEASES}
+    assert version.rpartition(".")[0] in {
+        release.rpartition(".")[0] for release in torch_builds.RELEASES
+    }
     assert adapter.tag(Sources.find()).startswith(f"torch{version}-")
 
 

@@ -122,10 +122,10 @@ def split_around_a_pause(rank: int, world_size: int) -> list[Any]:
 
 
 def test_groups_split_before_and_after_a_pause_have_names_of_their_own() -> None:
-    one, other = spawn_ranks(split_around_a_pause, 2, timeout_s=30)
-    assert one == other
-    assert one[0::2] == [2, 2]
-    assert one[1] != one[3]
+    first, other = spawn_ranks(split_around_a_pause, 2, timeout_s=30)
+    assert first == other
+    assert first[0::2] == [2, 2]
+    assert first[1] != first[3]
 
 
 def test_newer_torch_that_asks_every_backend_is_left_alone() -> None:

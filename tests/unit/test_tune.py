@@ -35,8 +35,8 @@ def setting(**values: int) -> Setting:
     return frozenset(values.items())
 
 
-def trial(one: Setting, seconds: float, problem: str = "") -> TuningTrial:
-    return TuningTrial(setting=one, step_s=(seconds,) * 6, steps=6, problem=problem)
+def trial(tried: Setting, seconds: float, problem: str = "") -> TuningTrial:
+    return TuningTrial(setting=tried, step_s=(seconds,) * 6, steps=6, problem=problem)
 
 
 def job(**changes: Any) -> space.JobFacts:
@@ -243,7 +243,7 @@ class Runs:
         )
 
     def run(
-        self, one: compare.Job, arm: compare.Arm, remarks: list[str], watch: compare.Watch | None
+        self, asked: compare.Job, arm: compare.Arm, remarks: list[str], watch: compare.Watch | None
     ) -> Sample:
         self.watch = watch
         answer = self.answers.pop(0)
@@ -418,13 +418,13 @@ def test_the_table_says_who_was_fastest_when_repeated(
     joint, alone = setting(ddp_bucket_mb=4, num_sockets=4), setting(ddp_bucket_mb=4)
     searched = {DEFAULTS: 1.0, setting(num_sockets=4): 0.97, alone: 0.9, joint: 0.8}
     again = {**searched, joint: 0.95}
-    trials = [trial(one, seconds) for one, seconds in searched.items()]
+    trials = [trial(tried, seconds) for tried, seconds in searched.items()]
     outcome = session.Outcome(
         script="train.py",
         space=space.of(job()),
         trials=tuple(trials),
         best=trials[-1],
-        confirmation=confirm(joint, lambda one: trial(one, again[one]), alone),
+        confirmation=confirm(joint, lambda tried: trial(tried, again[tried]), alone),
         sees_losses=True,
         remarks=(),
     )

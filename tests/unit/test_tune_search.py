@@ -116,11 +116,11 @@ def test_the_budget_is_kept(budget: int) -> None:
 
 
 def test_steps_saved_by_an_early_end_are_spent_on_others() -> None:
-    def measure(one: Setting, best: TuningTrial | None) -> TuningTrial:
-        is_slow = bool(one)
+    def measure(tried: Setting, best: TuningTrial | None) -> TuningTrial:
+        is_slow = bool(tried)
         steps = 2 if is_slow else STEPS
         return TuningTrial(
-            setting=one, step_s=(1.0 + is_slow,) * steps, steps=steps, is_whole=not is_slow
+            setting=tried, step_s=(1.0 + is_slow,) * steps, steps=steps, is_whole=not is_slow
         )
 
     search = Search(KNOBS, measure, steps=STEPS, budget_steps=3 * STEPS)
@@ -151,8 +151,8 @@ def test_a_search_ends_when_nothing_is_left() -> None:
 
 def test_what_fails_is_no_winner_and_is_not_combined() -> None:
     machine = Machine(lambda values: 1.0 - 0.2 * len(values))
-    for one in (4, 64):
-        machine.problems[setting(ddp_bucket_mb=one)] = "failed: out of memory"
+    for size in (4, 64):
+        machine.problems[setting(ddp_bucket_mb=size)] = "failed: out of memory"
     search = machine.search(budget_steps=10_000)
     assert search.best is not None
     assert search.best.setting == setting(chunk_bytes=16384, num_sockets=4)
@@ -174,14 +174,14 @@ def test_a_winner_that_is_slower_is_never_kept(seed: int) -> None:
 
     machine = Machine(seconds, noise=0.1, seed=seed)
     best = Search(KNOBS, machine.measure, steps=STEPS, budget_steps=100).run()
-    repeated = confirm.confirm(best.setting, lambda one: machine.measure(one, None))
+    repeated = confirm.confirm(best.setting, lambda tried: machine.measure(tried, None))
     if best.setting != DEFAULTS:
         assert repeated.kept == DEFAULTS
         assert "did not repeat" in repeated.reason
 
 
-def trial(one: Setting, seconds: float, problem: str = "") -> TuningTrial:
-    return TuningTrial(setting=one, step_s=(seconds,) * STEPS, steps=STEPS, problem=problem)
+def trial(tried: Setting, seconds: float, problem: str = "") -> TuningTrial:
+    return TuningTrial(setting=tried, step_s=(seconds,) * STEPS, steps=STEPS, problem=problem)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +201,23 @@ def test_a_winner_stays_if_it_repeats(
     times = {DEFAULTS: iter(defaults), wanted: iter(winner)}
     order: list[Setting] = []
 
-    def measure(one: Setting) -> TuningTrial:
-        order.append(one)
-        return trial(one, next(times[one]))
+    def measure(tried: Setting) -> TuningTrial:
+        order.append(tried)
+        return trial(tried, next(times[tried]))
 
     found = confirm.confirm(wanted, measure)
     assert found.kept == (wanted if is_kept else DEFAULTS)
     assert order == [DEFAULTS, wanted, wanted, DEFAULTS, DEFAULTS, wanted]
-    assert {one: len(trials) for one, trials in found.trials.items()} == {DEFAULTS: 3, wanted: 3}
+    assert {tried: len(trials) for tried, trials in found.trials.items()} == {
+        DEFAULTS: 3,
+        wanted: 3,
+    }
 
 
 def test_a_winner_that_fails_when_repeated_is_named() -> None:
     wanted = setting(num_sockets=4)
     trials = iter([trial(DEFAULTS, 1.0), trial(wanted, 0.5), trial(wanted, 0.5, "another loss: x")])
-    found = confirm.confirm(wanted, lambda one: next(trials))
+    found = confirm.confirm(wanted, lambda tried: next(trials))
     assert found.kept == DEFAULTS
     assert found.reason == "failed when repeated: another loss: x"
     assert found.times_ms == {"defaults": 1000.0, "tuned": 500.0}
@@ -231,10 +234,10 @@ def repeated(
     times = {DEFAULTS: iter(defaults), JOINT: iter(joint), ALONE: iter(alone)}
     order: list[Setting] = []
 
-    def measure(one: Setting) -> TuningTrial:
-        order.append(one)
-        seconds = next(times[one])
-        return trial(one, seconds, "" if seconds else "failed: out of memory")
+    def measure(tried: Setting) -> TuningTrial:
+        order.append(tried)
+        seconds = next(times[tried])
+        return trial(tried, seconds, "" if seconds else "failed: out of memory")
 
     return confirm.confirm(JOINT, measure, ALONE), order
 
@@ -276,9 +279,9 @@ def test_several_layers_stay_if_they_beat_one(
     assert len(order) <= 3 * confirm.ROUNDS
     assert order.count(JOINT) == len(joint)
     assert order.count(ALONE) == len(alone)
-    for one, times in ((JOINT, joint), (ALONE, alone)):
+    for tried, times in ((JOINT, joint), (ALONE, alone)):
         if 0.0 in times:
-            assert knobs.in_words(one) in found.reason or one == JOINT
+            assert knobs.in_words(tried) in found.reason or tried == JOINT
             assert "failed when repeated: failed: out of memory" in found.reason
     if kept != DEFAULTS:
         expected = 1e3 * sorted(joint if kept == JOINT else alone)[1]
@@ -309,7 +312,9 @@ def test_the_best_of_one_layer_is_the_fastest_whole_trial_of_one() -> None:
     assert alone.setting == ALONE
     # With noise, what seemed to pay together may not: a third job a round tells.
     found = confirm.confirm(
-        best.setting, lambda one: trial(one, {JOINT: 0.92}.get(one, times.get(one, 1.0))), ALONE
+        best.setting,
+        lambda tried: trial(tried, {JOINT: 0.92}.get(tried, times.get(tried, 1.0))),
+        ALONE,
     )
     assert found.kept == ALONE
     only_defaults = Machine(lambda values: 1.0).search(budget_steps=STEPS)

@@ -54,8 +54,8 @@ def test_others_count_until_one_that_holds_all_has_stepped(weights: list[nn.Para
 
 
 def test_what_nobody_trains_changes_only_by_who_holds_it(weights: list[nn.Parameter]) -> None:
-    for one in weights:
-        one.requires_grad_(False)
+    for weight in weights:
+        weight.requires_grad_(False)
     steps, other, holder = Steps(), sgd([nn.Parameter(torch.ones(3))]), sgd(weights)
     step(steps, other)
     assert not steps.may_have_changed(weights, since=0)

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-alone = [dist.new_group([one]) for one in range(dist.get_world_size())]
+alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
 for name, group in (("all", None), ("alone", alone[rank])):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))

@@ -64,7 +64,7 @@ def build():
 
 def search():
     ids = torch.randint(1, 32, (24, 9))
-    rows = [{"input_ids": one, "labels": one} for one in ids]
+    rows = [{"input_ids": sequence, "labels": sequence} for sequence in ids]
     for rate in (1e-3, 1e-2):
         arguments = TrainingArguments(
             output_dir=sys.argv[1] if len(sys.argv) > 1 else "out",

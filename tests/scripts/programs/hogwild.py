@@ -11,9 +11,9 @@ class Shared(nn.Sequential):
 
 def train(worker, model, inputs):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step, one in enumerate(inputs):
+    for step, batch in enumerate(inputs):
         optimizer.zero_grad()
-        loss = model(one).square().mean()
+        loss = model(batch).square().mean()
         loss.backward()
         optimizer.step()
         print(f"worker {worker} step {step} loss {loss.item():.6f}", flush=True)

@@ -71,7 +71,7 @@ def carried_state():
     state = (torch.zeros(1, 3, 8), torch.zeros(1, 3, 8))
     for step in range(STEPS):
         ids = torch.randint(9, (3, 6))
-        state = tuple(one.detach() for one in state)
+        state = tuple(part.detach() for part in state)
         logits, state = model(ids[:, :-1], state)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
@@ -136,8 +136,14 @@ class Grouped(nn.Module):
 def groups_and_schedule():
     model = Grouped()
     groups = [
-        {"params": [one for one in model.parameters() if one.ndim > 1], "weight_decay": 0.1},
-        {"params": [one for one in model.parameters() if one.ndim == 1], "lr": 0.02},
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.ndim > 1],
+            "weight_decay": 0.1,
+        },
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.ndim == 1],
+            "lr": 0.02,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
@@ -150,7 +156,7 @@ def groups_and_schedule():
         optimizer.step()
         schedule.step()
         show("groups_and_schedule", step, loss)
-        print("rates", " ".join(f"{one:.6f}" for one in schedule.get_last_lr()))
+        print("rates", " ".join(f"{rate:.6f}" for rate in schedule.get_last_lr()))
 
 
 class Quasi(nn.Sequential):
@@ -311,8 +317,8 @@ def summed_and_normalised():
         loss.backward()
         total, num_tokens = total + loss.detach(), num_tokens + valid
         if step % 2:
-            for one in model.parameters():
-                one.grad.mul_(1 / num_tokens)
+            for parameter in model.parameters():
+                parameter.grad.mul_(1 / num_tokens)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             show("summed_and_normalised", step, total / num_tokens)

@@ -63,8 +63,8 @@ def momentum_contrast():
         images = torch.randn(4, 6)
         query = nn.functional.normalize(model(images + 0.1 * torch.randn(4, 6)), dim=1)
         with torch.no_grad():
-            for one, other in zip(model.parameters(), slow.parameters(), strict=True):
-                other.mul_(0.9).add_(one, alpha=0.1)
+            for parameter, other in zip(model.parameters(), slow.parameters(), strict=True):
+                other.mul_(0.9).add_(parameter, alpha=0.1)
             key = nn.functional.normalize(slow(images), dim=1)
         right = torch.einsum("nc,nc->n", query, key).unsqueeze(-1)
         logits = torch.cat([right, query @ queue.clone()], dim=1) / 0.07
@@ -193,8 +193,8 @@ class RankingLoss(nn.Module):
         self.model, self.scale = model, scale
 
     def forward(self, texts):
-        found = [self.model(one)["sentence_embedding"] for one in texts]
-        first, second = (nn.functional.normalize(one, dim=-1) for one in found)
+        found = [self.model(text)["sentence_embedding"] for text in texts]
+        first, second = (nn.functional.normalize(embedding, dim=-1) for embedding in found)
         return nn.functional.cross_entropy(first @ second.T * self.scale, torch.arange(len(first)))
 
 

@@ -40,7 +40,7 @@ class Show(TrainerCallback):
 
 generator = torch.Generator().manual_seed(0)
 lengths = torch.randint(3, 12, (24,), generator=generator).tolist()
-rows = [torch.randint(1, 32, (one,), generator=generator).tolist() for one in lengths]
+rows = [torch.randint(1, 32, (length,), generator=generator).tolist() for length in lengths]
 arguments = TrainingArguments(
     output_dir=sys.argv[1] if len(sys.argv) > 1 else "out",
     per_device_train_batch_size=4,

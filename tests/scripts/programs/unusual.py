@@ -54,7 +54,10 @@ def learn_to_learn():
             fast = dict(model.named_parameters())
             loss = nn.functional.mse_loss(functional_call(model, fast, (inputs[0],)), targets[0])
             slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
-            fast = {name: fast[name] - 0.05 * one for name, one in zip(fast, slopes, strict=True)}
+            fast = {
+                name: fast[name] - 0.05 * gradient
+                for name, gradient in zip(fast, slopes, strict=True)
+            }
             found = functional_call(model, fast, (inputs[1],))
             total = total + nn.functional.mse_loss(found, targets[1])
         update(optimizer, total)
@@ -69,17 +72,17 @@ def gradients_per_sample():
     model = Private(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def loss_of(parameters, one):
-        return functional_call(model, parameters, (one.unsqueeze(0),)).square().mean()
+    def loss_of(parameters, sample):
+        return functional_call(model, parameters, (sample.unsqueeze(0),)).square().mean()
 
     for step in range(STEPS):
         inputs = torch.randn(5, 4)
-        parameters = {name: one.detach() for name, one in model.named_parameters()}
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         each = vmap(grad(loss_of), in_dims=(None, 0))(parameters, inputs)
-        for name, one in model.named_parameters():
+        for name, parameter in model.named_parameters():
             lengths = each[name].flatten(1).norm(dim=1)
             scales = (1 / lengths.clamp(min=1e-6)).clamp(max=1)
-            one.grad = torch.einsum("n,n...->...", scales, each[name]) / len(inputs)
+            parameter.grad = torch.einsum("n,n...->...", scales, each[name]) / len(inputs)
         optimizer.step()
         show("gradients_per_sample", step, model(inputs).square().mean())
 
@@ -90,14 +93,16 @@ class Stepping(nn.Sequential):
 
 def step_in_backward():
     model = Stepping(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
-    optimizers = {one: torch.optim.AdamW([one], lr=0.01) for one in model.parameters()}
+    optimizers = {
+        parameter: torch.optim.AdamW([parameter], lr=0.01) for parameter in model.parameters()
+    }
 
     def hook(parameter):
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
-    for one in model.parameters():
-        one.register_post_accumulate_grad_hook(hook)
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(hook)
     for step in range(STEPS):
         loss = model(torch.randn(3, 4)).square().mean()
         loss.backward()
@@ -117,16 +122,16 @@ def sharpness_aware():
         loss.backward()
         moved = []
         with torch.no_grad():
-            norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
-            for one in model.parameters():
-                moved.append(one.grad * (0.05 / (norm + 1e-12)))
-                one.add_(moved[-1])
+            norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+            for parameter in model.parameters():
+                moved.append(parameter.grad * (0.05 / (norm + 1e-12)))
+                parameter.add_(moved[-1])
         optimizer.zero_grad()
         other = nn.functional.cross_entropy(model(inputs), labels)
         other.backward()
         with torch.no_grad():
-            for one, by in zip(model.parameters(), moved, strict=True):
-                one.sub_(by)
+            for parameter, by in zip(model.parameters(), moved, strict=True):
+                parameter.sub_(by)
         optimizer.step()
         optimizer.zero_grad()
         show("sharpness_aware", step, loss, other)

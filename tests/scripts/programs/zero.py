@@ -33,7 +33,7 @@ class Sharded(Net):
 def engine_of(net, stage, **settings):
     return deepspeed.initialize(
         model=net,
-        model_parameters=[one for one in net.parameters() if one.requires_grad],
+        model_parameters=[parameter for parameter in net.parameters() if parameter.requires_grad],
         config={
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
