@@ -1,8 +1,8 @@
-"""What a wheel holds, and what it must not: `python .ci/check_wheel.py WHEEL [FOLDER ...]`.
+"""Checks what a wheel holds, and must not: `python .ci/check_wheel.py WHEEL [FOLDER ...]`.
 
-Prints its size, its GPU code, its adapters and the C library it needs. Fails when a binary contains
-one of the folders it was made in, has kept its symbols for debugging, or needs a newer C library
-than the wheel's name says (an adapter: than its own name says).
+Prints its size, its GPU code, its adapters and the C library it needs. A binary makes it fail that
+contains a folder it was made in, or has kept its symbols for debugging. So does one that needs a
+newer C library than the wheel's name says (an adapter: than its own name says).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def listed_gpu_code(path: Path) -> list[str]:
 
 
 def complaints(name: str, binary: bytes, folders: list[str], most: tuple[int, int]) -> list[str]:
-    """What is wrong with one binary of the wheel."""
+    """Return what is wrong with one binary of the wheel."""
     found = [
         f"{name} contains the folder {folder}" for folder in folders if folder.encode() in binary
     ]

@@ -1,8 +1,8 @@
 """The page of `make test-matrix`: `python .ci/matrix_page.py PAGE CELLS [NOTE ...]`.
 
 CELLS holds a line `cell: PYTHON | TORCH | ADAPTER | OUTCOME | COMMIT` for each environment that was
-tried now. Each takes the place of the row that PAGE has of the same Python and torch, and the other
-rows stay as they are, with the commits that they were made at: a cell can be brought up to date
+tried now. Each takes the place of the row that PAGE has of the same Python and torch. The other
+rows stay as they are, with the commits that they were made at, so a cell can be brought up to date
 alone. Lines of PAGE that begin with `* ` stay too, except what an earlier run had to leave out.
 """
 
@@ -44,7 +44,7 @@ def parse(line: str, prefix: str) -> Row:
 
 
 def key(row: Row) -> Key:
-    """What makes two rows the same cell: Python's minor release and torch's release."""
+    """Return Python's minor release and torch's: rows that share both are the same cell."""
     python, torch = (
         tuple(int(part) for part in text.partition("+")[0].split(".")) for text in row[:2]
     )
@@ -63,7 +63,7 @@ def merge(page: str, cells: str) -> list[Row]:
 
 
 def notes(page: str, new: list[str]) -> list[str]:
-    """What stands below the table: what people wrote there, then what this run says."""
+    """Return the notes below the table: those that people wrote there, then those of this run."""
     kept = [line[2:] for line in page.splitlines() if line.startswith("* ")]
     return [note for note in kept if not note.startswith(LEFT_OUT)] + new
 
@@ -74,7 +74,7 @@ def output(*command: str) -> str:
 
 
 def machine() -> str:
-    """What the latest cells ran on."""
+    """Describe the machine that the latest cells ran on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     libc = " ".join(platform.libc_ver())

@@ -1,4 +1,4 @@
-"""What all tests share: a repeatable hypothesis, and workers that end with the session."""
+"""All tests share this: a repeatable hypothesis, and workers that end with the session."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ os.environ.setdefault("DEEPYTORCH_TUNE", "off")  # noqa: TID251
 # are in processes of their own.
 activation.leave_models_alone()
 
-# torch asks the name server who 127.0.0.1 is, at both ends of every connection to a store: where a
-# question gets lost, that takes 5 s.
+# torch asks the name server who 127.0.0.1 is, at both ends of every connection to a store. A
+# question that gets lost takes 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # noqa: TID251
 
 # A shell starts what runs in the background with Ctrl-C ignored, which children inherit: tests of
@@ -80,13 +80,13 @@ def what_earlier_modules_keep_is_not_searched() -> None:
 
 @pytest.fixture(autouse=True)
 def decisions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test's code decides is in no other test's report."""
+    """Keep what a test's code decides out of other tests' reports."""
     monkeypatch.setattr(decisions, "_made", [])
 
 
 @pytest.fixture
 def quiet_profile(tmp_path: Path) -> Iterator[Path]:
-    """Where the test's decisions are kept; nothing is said of them."""
+    """Keep the test's decisions in a file of its own, and say nothing of them."""
     before = config._current
     config.set_current(Options(profile=str(tmp_path / "profile.json"), log="error"))
     yield tmp_path / "profile.json"

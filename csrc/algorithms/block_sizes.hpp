@@ -1,6 +1,6 @@
-// The bytes of every block of an all_gather or all_to_all between nodes: who calls it knows its own
-// alone, so all ranks tell at the meeting, where every block is checked to be as long for its
-// receiver as for its sender.
+// The bytes of every block of an all_gather or all_to_all between nodes. A caller knows its own
+// alone, so all ranks tell theirs at the meeting. There every block is checked to be as long for
+// its receiver as for its sender.
 #pragma once
 
 #include <vector>

@@ -102,7 +102,7 @@ struct LeaderPart {
 void enter_nodes(const RunContext& context, const LeaderPart& leader = {});
 
 // A reduction in two levels: of the ranks of a node, then of the nodes' partial results, each in
-// order. 16-bit floats are added in fp32 and rounded once per level; their average is one of
+// order. 16-bit floats are added in fp32 and rounded once per level. Their average is one of
 // averages, so that it stays in range wherever the values do.
 //
 // `sources`: one per local rank.

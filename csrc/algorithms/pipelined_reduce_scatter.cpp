@@ -1,6 +1,6 @@
 // Pipelined reduce_scatter: a slot holds one block per peer. In step t every rank copies chunk t of
-// the inputs meant for its peers into its slot and reduces chunk t-1 of what all ranks hold for it
-// (its own part straight from the input), with one barrier a step.
+// the inputs meant for its peers into its slot. It also reduces chunk t-1 of what all ranks hold
+// for it, its own part straight from the input. There is one barrier a step.
 //
 // Registered inputs are read in place; if all are, the message is one chunk.
 #include <algorithm>

@@ -49,10 +49,10 @@ struct Meeting {
   std::vector<std::string> words;  // each rank's `mine`, in rank order
 };
 
-// Brings the ranks of a group together, also on a store that earlier groups of the same name used
-// and with members of different pasts: rank 0 announces a fresh id, the others answer under it, and
-// rank 0's list counts only for who finds its own fresh answer in it. `mine` is one line. Waits and
-// fails as all_gather does.
+// Brings the ranks of a group together. Earlier groups of the same name may have used the store,
+// and members may have different pasts. So rank 0 announces a fresh id, and the others answer under
+// it. A rank goes by rank 0's list only if it finds its own fresh answer in it. `mine` is one line.
+// Waits and fails as all_gather does.
 Meeting meet(Store& store,
              int rank,
              const std::vector<int64_t>& global_ranks,

@@ -3,8 +3,8 @@
 //
 // NOTE [Coalesced] NCCL makes one kernel of a list that it is given in one piece, and ranks must
 // give it the same pieces. So the core is asked which of the list are the stock backend's, and
-// finds the same ones on all ranks: all of them where native code would be kernels one after
-// another, else those that are settled to be. Each other goes its own way.
+// finds the same ones on all ranks. Where native code would be kernels one after another these are
+// all, else those that are settled to be the stock backend's. Each other goes its own way.
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>

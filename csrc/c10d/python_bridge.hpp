@@ -29,9 +29,10 @@ struct CodeLine {
 };
 // Code below these folders is no user's, as deepytorch_core/hang/stacks.py has it.
 void set_library_folders(std::vector<std::string> folders);
-// The innermost line of the user's own code that this thread is in, else of a library's other than
-// torch and ours; nothing of a thread that runs no Python, or when the interpreter is ending. Runs
-// no Python and keeps nothing alive. It may wait for the GIL, so holds no lock of the core's.
+// Returns the innermost line of the user's own code that this thread is in, else of a library's
+// other than torch and ours. It returns nothing for a thread that runs no Python, or when the
+// interpreter is ending. The search runs no Python and keeps nothing alive. It may wait for the
+// GIL, so holds no lock of the core's.
 std::optional<CodeLine> find_calling_line();
 
 // Calls `function` with the GIL released, if this thread holds it.

@@ -1,10 +1,10 @@
 // A group's side of the tuner: which plan serves which size, and how the ranks find out together.
 //
 // At the first operation of a (collective, range of sizes) all ranks are in the same operation in
-// the same order, and settle that range for the group's lifetime: rank 0 knows times (of this
-// process, or the profile's), or the ranks measure now, or the rule of thumb stays. Whatever they
-// go by is published by rank 0 through the segment or measured by all of them together, so they
-// decide alike.
+// the same order. There they settle that range for the group's lifetime. Rank 0 knows times (of
+// this process, or the profile's), or the ranks measure now, or the rule of thumb stays. Whatever
+// they go by is published by rank 0 through the segment or measured by all of them together, so
+// they decide alike.
 //
 // Thread safety: `find` and `is_open` from any thread; `agree` and `settle` belong to the one
 // thread that runs the group's current operation.

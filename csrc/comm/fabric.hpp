@@ -44,9 +44,9 @@ class Fabric {
   // Waits for the sockets of all groups.
   Reactor& reactor() { return reactor_; }
 
-  // The longest chunk this process can stage for one more group of `size` ranks, when all its
-  // groups together stay within `staging_bytes` (0: the default): a sixth of what is left, so that
-  // the first groups get the most and there is always some for the next.
+  // Returns the longest chunk that this process can stage for one more group of `size` ranks. All
+  // its groups together stay within `staging_bytes` (0: the default). A group gets a sixth of what
+  // is left, so the first get the most and there is always some for the next.
   size_t offer_chunk_bytes(int size, size_t staging_bytes);
 
   // From now on the death of any of `peers` (one per rank of the segment) aborts the segment.

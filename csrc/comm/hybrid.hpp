@@ -1,5 +1,5 @@
-// Operations of which the devices' group carries out one part and the delegate the rest, at the
-// same time: CPU-Reduce and NCCL's ring through the host's memory each leave much of a GPU's link
+// Operations in two parts: the devices' group carries out one and the delegate the other, at the
+// same time. CPU-Reduce and NCCL's ring through the host's memory each leave much of a GPU's link
 // idle.
 #pragma once
 

@@ -2,8 +2,8 @@
 //
 // NOTE [Invitations] A group's ranks meet at its first operation. For a collective that is enough:
 // every rank comes. The first send or receive may concern two ranks only, and the others may never
-// call anything. So each process listens on one datagram socket, each rank leaves its address and
-// the group's secret number in the store when it makes the group, and a rank that wants to send or
+// call anything. So each process listens on one datagram socket. Each rank leaves its address and
+// the group's secret number in the store when it makes the group. A rank that wants to send or
 // receive in a group that is not connected invites all the others. An invited rank joins on the
 // group's progress thread, whatever its own program is doing. Hence every message of a group takes
 // one way: its ranks first agree, as for collectives, whether they share memory.

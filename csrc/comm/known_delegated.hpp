@@ -1,10 +1,10 @@
 // Operations on a device of which it is settled that they are the delegate's.
 //
 // NOTE [Short way] Between two operations NCCL and CUDA push everything else out of the caches and
-// the TLBs, so a call costs what it touches rather than what it computes. On two H100 one cost 3 to
-// 4 us more than NCCL's own, and as much with a fake GPU once 1024 pages of code and of data were
-// run through between calls (tests/conformance/test_short_way.py prints it), though 0.4 us without
-// that: it went through 94 pages of code. So what is known goes a short way: the adapter asks
+// the TLBs, so a call costs what it touches rather than what it computes. On two H100 a call cost 3
+// to 4 us more than NCCL's own. With a fake GPU it cost as much once 1024 pages of code and of data
+// were run through between calls, and 0.4 us without that (tests/conformance/test_short_way.py
+// prints it): it went through 94 pages of code. So what is known goes a short way: the adapter asks
 // begin_known, starts the delegate itself and is done. The functions on it are marked hot, which
 // lays them side by side, and all that can be found out before is kept here: 1 us with that fake.
 //

@@ -2,11 +2,11 @@
 // posted, and moves the messages. Whoever calls it owns it for that time (comm/point_to_point.hpp).
 //
 // NOTE [Messages] Small messages lie in the mailbox's ring, so sending them ends at once. Large
-// ones are announced there, in the same order; once a receive matches, the content moves in the
-// cheapest way: the receiver copies it from the sender's registered memory, or the sender writes it
-// to the receiver's, or it goes through the mailbox's slots. A receiver takes letters from the ring
-// only while it has a receive that could match, and keeps those that did not match on its heap:
-// messages with other tags never stand in the way, and a rank that receives nothing stores nothing.
+// ones are announced there, in the same order, and their content moves in the cheapest way once a
+// receive matches. The receiver copies it from the sender's registered memory, or the sender writes
+// it to the receiver's, or it goes through the mailbox's slots. A receiver takes letters from the
+// ring only while it has a receive that could match. It keeps those that did not match on its heap,
+// so messages with other tags never stand in the way. A rank that receives nothing stores nothing.
 #pragma once
 
 #include <deque>

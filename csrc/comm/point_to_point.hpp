@@ -1,10 +1,11 @@
 // One group's sends and receives: who carries them out, and who waits.
 //
 // NOTE [One driver] The state of all messages (comm/message_exchange.hpp) belongs to one thread at
-// a time, the driver: a caller that submits or waits for a synchronous operation, or else the
-// group's message thread, which starts with the first asynchronous operation that can't end at once
-// and sleeps while nothing is posted. New posts go through `inbox_`, so a submitter never waits for
-// a driver that is copying. Collectives never wait for messages, nor the other way round.
+// a time, the driver. That is a caller that submits or waits for a synchronous operation, or else
+// the group's message thread. This thread starts with the first asynchronous operation that can't
+// end at once, and sleeps while nothing is posted. New posts go through `inbox_`, so a submitter
+// never waits for a driver that is copying. Collectives never wait for messages, nor the other way
+// round.
 //
 // Thread safety: all functions from any thread.
 #pragma once

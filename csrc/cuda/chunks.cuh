@@ -96,9 +96,9 @@ DPT_DEVICE void collect_chunk(const WorkerGroup& workers,
   }
 }
 
-// The caller's memory where `kBegins`, else what a peer wrote: a slot's whole vectors, or what has
-// landed in the caller's memory, where others may be writing what lies behind it -> the next rank's
-// slot or landing, the caller's memory, or both.
+// A chunk goes from the caller's memory where `kBegins`, else from what a peer wrote. That is a
+// slot's whole vectors, or what has landed in the caller's memory, where others may be writing what
+// lies behind it. It goes to the next rank's slot or landing, to the caller's memory, or to both.
 struct Hop {
   const void* from;
   bool has_landed;

@@ -84,9 +84,10 @@ class DeviceGroup {
   // The part of copy engines in a group that has kernels, if they can (AlgorithmName::kCopyEngine).
   virtual cuda::Staging copies() const { return {}; }
   virtual size_t memory_bytes() const { return layout().block_bytes(); }
-  // Starts `request` on `stream`, where its buffers are ready, and returns. `hooks`, of what goes
-  // by copies: what runs beside `request`, of a group that is staged, is put there once what serves
-  // `request` no longer waits for what comes on `stream`, which goes on behind both.
+  // Starts `request` on `stream`, where its buffers are ready, and returns. `hooks` are for
+  // requests that go by copies. In a staged group, `hooks.beside` puts on `stream` what runs beside
+  // `request`, once nothing that serves `request` waits any more for what comes on `stream`. The
+  // stream goes on behind both.
   virtual void launch(const dpt_request& request,
                       const DevicePlan& plan,
                       cuda::Stream stream,

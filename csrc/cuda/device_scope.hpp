@@ -20,8 +20,8 @@ class DeviceScope {
 };
 
 // While a graph is captured, in whatever thread, calls that might disturb that are errors unless
-// their own thread says that it knows: what is done here has nothing to do with a captured stream.
-// Of no effect where there is no driver.
+// their own thread says that it knows. This says so: what is done here has nothing to do with a
+// captured stream. It has no effect where there is no driver.
 class RelaxedCapture {
  public:
   RelaxedCapture() { exchange(); }

@@ -7,10 +7,11 @@
 // which is the first before it publishes that. Both ends go on counting chunks as if all lay in
 // slots, so operations with and without landings follow each other on one queue.
 //
-// What the sender overwrites the receiver has given up: its kernel runs, so the stream is done with
-// the output's old content; and where the output is the input as well, a chunk's result is made of
-// inputs that have been sent. An announcement holds for one kernel: it carries the number of that
-// kernel's first chunk, and the next kernel on the queue forgets what is left of it.
+// The sender overwrites only what the receiver has given up. The receiver's kernel runs, so the
+// stream is done with the output's old content. Where the output is the input as well, a chunk's
+// result is made of inputs that have been sent. An announcement holds for one kernel: it carries
+// the number of that kernel's first chunk, and the next kernel on the queue forgets what is left of
+// it.
 #pragma once
 
 #include "cuda/device.cuh"

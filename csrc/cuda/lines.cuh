@@ -1,6 +1,6 @@
 // Low-latency staging: every 16-byte line carries 8 bytes of data and, beside each 4 of them, the
-// number of the operation, so that its arrival is seen on the data itself, with no flag to wait for
-// and no fence before it. (The idea of NCCL's LL protocol.)
+// number of the operation. So its arrival is seen on the data itself, with no flag to wait for and
+// no fence before it. (The idea of NCCL's LL protocol.)
 #pragma once
 
 #include "cuda/vectors.cuh"

@@ -4,10 +4,10 @@
 //   relay:  chunk of the own part, or from the rank before
 //           -> output, unless it has landed there, and the rank after
 //
-// Each link carries (P - 1) / P of what is gathered, as when everyone pushes to everyone, but every
+// Each link carries (P - 1) / P of what is gathered, as when everyone pushes to everyone. But every
 // GPU writes to one other and is written to by one: 353 GB/s over NVLink, where three at a time got
-// 318 to 341. For it a chunk passes P - 1 links one after the other. A relay waits for those of the
-// same origin alone, which end before they reach it: no circle.
+// 318 to 341. The price is that a chunk passes P - 1 links one after the other. A relay waits for
+// those of the same origin alone, which end before they reach it: no circle.
 #include "cuda/chunks.cuh"
 #include "cuda/start.cuh"
 

@@ -1,10 +1,10 @@
 // The reduction loop: written once, compiled once per instruction set by reduce_<isa>.cpp.
 //
-// Everything is in an anonymous namespace and calls no inline function of a library: the same code
+// Everything is in an anonymous namespace and calls no inline function of a library. The same code
 // is compiled with different -m flags, and the linker must never fold the AVX-512 copy of a
 // function into the portable one. The arithmetic is that of the compiler's vector extension; only
-// float16 has instructions of its own. Files that include this are compiled with
-// -ffp-contract=off, because a fused multiply-add would round differently from the others.
+// float16 has instructions of its own. Files that include this are compiled with -ffp-contract=off,
+// because a fused multiply-add would round differently from the others.
 #pragma once
 
 #include <type_traits>

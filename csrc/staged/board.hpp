@@ -1,6 +1,6 @@
-// The memory that the ranks of a staged group share: slots for what devices copy up and for what is
-// reduced, and the words by which devices and workers tell each other how far they are. Where
-// devices reach each other's memory slots may lie there, each rank's on its own.
+// The memory that the ranks of a staged group share. It has slots for what devices copy up and for
+// what is reduced, and the words by which devices and workers tell each other how far they are.
+// Slots may lie on the devices where these reach each other's memory, each rank's on its own.
 //
 // Chunks of all operations are numbered through, from 1; chunk n uses slot n % depth of every rank.
 // Words hold the low half of such a number and only grow, but for NOTE [Breaking]. Each slot has

@@ -1,9 +1,9 @@
 // A device's part in a group that is staged through the host's memory: it copies up and down, on a
 // lane each, waits for and writes words of that memory in the order of the lane, and adds up.
 //
-// Everything is enqueued and nothing here waits for the device. So once a call returned, all that
-// the operation still needs of this process are the workers' threads (workers.hpp), which never
-// call the device: whatever else its driver is busy with, it can't hold them up.
+// Everything is enqueued and nothing here waits for the device. So once a call returned, the
+// operation needs nothing more of this process than the workers' threads (workers.hpp). These never
+// call the device, so its driver can't hold them up, whatever else it is busy with.
 #pragma once
 
 #include <atomic>

@@ -2,9 +2,10 @@
 // The same serves devices that reach each other's memory: what is copied up then goes to a slot on
 // the device, from where peers fetch it, and no multiprocessor is taken.
 //
-// Lifecycle: `connect` is called by all ranks together. The memory, of the ranks of a node, is a
-// memfd passed over an abstract socket, so nothing of it is visible anywhere, and it is let go, and
-// its pages unlocked, with the last rank's Group. A child process made by fork does not get it.
+// Lifecycle: `connect` is called by all ranks together. The ranks of a node share a memfd that is
+// passed over an abstract socket, so nothing of this memory is visible anywhere. With the last
+// rank's Group it is let go, and its pages are unlocked. A child process made by fork does not get
+// it.
 #pragma once
 
 #include <functional>

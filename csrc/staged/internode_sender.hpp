@@ -10,8 +10,8 @@
 // message for each. Chunks of results are dealt out to the ranks of a node, and every rank carries
 // what is in its own slot; ranks of one place on their nodes do the same and are partners.
 //
-// Both sides of a connection post alike: first what operation they are in; then chunk after chunk,
-// to collect one chunk before the one before it is spread, so that both are under way.
+// Both sides of a connection post alike: first what operation they are in, then chunk after chunk.
+// They collect a chunk before they spread the one before it, so that both are under way.
 //
 // Nothing here waits: the first worker comes by, as it does for all else that it looks after.
 // Thread safety: that worker's alone.

@@ -150,8 +150,8 @@ constexpr Algorithm kAlgorithms[] = {
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
 constexpr int kFewerChannels[] = {static_cast<int>(kUsualChannels), 16};
-// The most chunks of one call that copy engines carry out: each is some operations on every stream,
-// and a stream that holds about a thousand makes the calling thread wait until it has done some.
+// The most chunks of one call that copy engines carry out. Each is some operations on every stream.
+// A stream that holds about a thousand makes the calling thread wait until it has done some.
 constexpr size_t kMostCopies = 64;
 
 // How far behind is too far to be tried at the next larger range. Through the host's memory times

@@ -9,8 +9,8 @@ namespace dpt {
 namespace {
 
 constexpr size_t kFirstNominal = 64 << 10;
-// Most memory for trying out: of one rank that has a core of its own, and of all the ranks of a
-// node that share cores, which take turns and so need the sum of their times.
+// Most memory for trying out. The first is of one rank that has a core of its own. The second is of
+// all the ranks of a node that share cores: they take turns and so need the sum of their times.
 constexpr size_t kScratchBytes = 32 << 20;
 constexpr size_t kSharedScratchBytes = 96 << 20;
 // Between nodes one trial of long messages takes long, and middling ones tell as much.

@@ -1,8 +1,8 @@
 """Ranks that a script starts itself, though a launcher has started the script as one of its own.
 
 The launcher's environment says that its store is served already. Processes that the script starts
-inherit that, so at an address of the script's own, "env://" with another MASTER_PORT, nobody
-serves, and they would wait for each other until the timeout, as on stock torch under torchrun.
+inherit that. So nobody serves at an address of the script's own, "env://" with another MASTER_PORT.
+They would wait for each other until the timeout, as on stock torch under torchrun.
 
 NOTE [which processes] Those that a tool starts, such as a loader's workers, are left alone. Others
 are accompanied: they run the script's function as it is, and tell when they form a process group.

@@ -28,8 +28,9 @@ def serve(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """A TCPStore at a free port of `host`, an address of this machine, and nowhere else.
 
     By itself it would listen on all interfaces, with a socket for IPv6 and IPv4. It asks for the
-    name of each caller, in its only thread. /etc/hosts tells that of a local IPv4 address, but not
-    of the IPv6 address that such a socket takes it for: then all wait for DNS, which may be silent.
+    name of each caller, in its only thread. /etc/hosts tells the name of a local IPv4 address. Such
+    a socket takes the caller's for an IPv6 address, of which /etc/hosts tells none: then all wait
+    for DNS, which may be silent.
     """
     from torch._C._distributed_c10d import TCPStore
 

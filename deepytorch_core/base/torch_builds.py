@@ -22,9 +22,9 @@ RELEASES = ("2.11.0", "2.12.0", "2.12.1", "2.13.0", "2.14.0", "2.14.1", "2.15.0"
 
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _FETCH_LIMIT_S = 1800.0
-# One commit of torch, built for CPUs or for some CUDA, has the same headers but for CUDA's own,
-# which the adapter does not include: compiled with 2.13.0+cpu and 2.13.0+cu130 it has the same code
-# and data, byte for byte. Other variants (ROCm, XPU) are told apart.
+# One commit of torch, built for CPUs or for some CUDA, has the same headers but for CUDA's own. The
+# adapter does not include those: compiled with 2.13.0+cpu and 2.13.0+cu130 it has the same code and
+# data, byte for byte. Other variants (ROCm, XPU) are told apart.
 _EXCHANGEABLE = re.compile(r"\+(cpu|cu\d+)$")
 
 

@@ -64,9 +64,9 @@ def select(files: Mapping[str, Sequence[Record]], file: str, settings: str) -> C
     Settings are `name=value`, separated by blanks. A later record of the same case replaces an
     earlier one; of wrong results nothing is claimed.
 
-    Raises ValueError for a file that is not there, when no record fits, and where those that fit
-    differ in what they are compared with, in registration, timing, machine or commit: bars beside
-    each other would be read as if they agreed.
+    Raises ValueError for a file that is not there and when no record fits. It also does so where
+    those that fit differ in what they are compared with, in registration, timing, machine or
+    commit: bars beside each other would be read as if they agreed.
     """
     wanted = dict(setting.split("=", 1) for setting in settings.split())
     if file not in files:

@@ -7,12 +7,11 @@ The time of one operation is taken to be
 `rounds` that wait for each other, `messages` that one rank sends one after the other, and `volume`
 bytes that the busiest node's link carries in one direction. This is Hockney's alpha-beta model with
 the counts of Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations
-in MPICH", 2005), and with LogP's (Culler et al., 1993) distinction between the time on the wire,
-which all messages of a round share, and the processor's overhead, which every message costs: a
-direct exchange is one round of N - 1 messages. The latency and the burst, which is what an idle
-emulated link lets through at once, are known; alpha and beta are fitted to the points of one run,
-by relative error, for each arm. Other numbers of nodes have other counts, and the same alpha and
-beta.
+in MPICH", 2005). As LogP does (Culler et al., 1993), it tells two costs apart. All messages of a
+round share the time on the wire, and every message costs the processor's overhead: a direct
+exchange is one round of N - 1 messages. The latency and the burst, which is what an idle emulated
+link lets through at once, are known; alpha and beta are fitted to the points of one run, by
+relative error, for each arm. Other numbers of nodes have other counts, and the same alpha and beta.
 
 | schedule | all_reduce: rounds | messages | volume of n bytes on N nodes of R ranks, P = N R |
 |---|---|---|---|

@@ -41,16 +41,16 @@ COLLECTIVE_FIELDS = (
 rank's part of it; with `per_rank` the sizes of the run were asked for as the latter. With
 `cuda_graph` times are GPU time of a call in replays of `calls_per_graph` (else None) of them.
 `compute_us` is None, or how long the matrix products take alone whose time each call's is
-together with; older records don't have it. Nor have they `tuned`: what ours went by in the row,
-for each kind of group that was measured its algorithm, the share of the message that the stock
-backend has (`delegated`, in percent), where that is from (`source`), the size that was measured,
-and every candidate's `median_us`; empty where a rule decided. `cpu_us` and `baseline_cpu_us` are
-the CPU's time to enqueue a call on a GPU, None where calls were not made from the CPU or not
-measured so. `baseline_algorithm` is "" unless the baseline has several ways, of which the
-fastest was taken. `emulated` is None for ranks on the machine as it is, else the nodes and the
-network that were emulated: how many ranks each node has, their order, each link's rate and each
-TCP flow's cap in Mbit/s, the delay in ms, whether the arms were processes of their own, and,
-where ranks of different nodes share them, how many `gpus` there were."""
+together with; older records don't have it. Nor have they `tuned`, which says what ours went by in
+the row, for each kind of group that was measured; it is empty where a rule decided. It has the
+algorithm, the percentage of the message that the stock backend has (`delegated`), and where that is
+from (`source`). It has the size that was measured and every candidate's `median_us`, too. `cpu_us`
+and `baseline_cpu_us` are the CPU's time to enqueue a call on a GPU, None where calls were not made
+from the CPU or not measured so. `baseline_algorithm` is "" unless the baseline has several ways, of
+which the fastest was taken. `emulated` is None for ranks on the machine as it is, else the nodes
+and the network that were emulated. It has each node's number of ranks, their order, each link's
+rate and each TCP flow's cap in Mbit/s, and the delay in ms. It also says whether the arms were
+processes of their own, and how many `gpus` there were where ranks of different nodes share them."""
 
 DDP_FIELDS = (
     "bench",
@@ -135,10 +135,10 @@ TRAIN_FIELDS = (
     "commit",
 )
 """The fields that `bench train` writes. Times are medians of the slowest rank's step in
-microseconds; `adapter_us` is what the adapter's own Python takes of it at most, measured apart;
-calls are those of the timed steps, over all ranks; `round_speedups` are those of each round of
-fresh processes, and older records, of one round, don't have them, nor `emulated`, which is None on
-the machine's own network. `wrong` as for `bench ddp`."""
+microseconds. `adapter_us` is what the adapter's own Python takes of it at most, measured apart.
+Calls are those of the timed steps, over all ranks. `round_speedups` are those of each round of
+fresh processes. `emulated` is None on the machine's own network. Older records, of one round, have
+neither of these two. `wrong` as for `bench ddp`."""
 
 COMPILE_FIELDS = (
     "bench",
@@ -178,9 +178,9 @@ COMPILE_FIELDS = (
     "commit",
 )
 """The fields that `bench compile` writes. `plain` is torch.compile as it comes; ..._per_s are
-samples per second; losses are compared over the first steps, relative to eager's; warm-up is
-seconds beyond what the steps take by themselves, nothing cached; of ours `warmup_phases_s` says
-what they went into, and older records don't have it."""
+samples per second. Losses are compared over the first steps, relative to eager's. Warm-up is
+seconds beyond what the steps take by themselves, nothing cached. `warmup_phases_s` says what ours
+went into; older records don't have it."""
 WORKLOAD_FIELDS = (
     "bench",
     "workload",
@@ -224,13 +224,13 @@ WORKLOAD_FIELDS = (
     "commit",
 )
 """The fields that `bench train --workload` writes. `arms` has each arm's times, speed, memory and
-losses; `tuned` is the fastest arm of the documentation's; a speed-up is [median, lower
-and upper quartile] of the ratios of steps, see `pairs.py`, None where an arm was left out; in older
-records the first was all steps' time over ours'. `claim` is the
-modelled product's. Losses are compared over the first steps, relative, between all arms. From
-`engine` to `ours_peak_gib` it is plain and ours alone, named as in other records: units per second,
-GiB, None where the arm was left out; older records don't have them. `together` is there, and true,
-where both arms were in each process; their memory is then that of both."""
+losses; `tuned` is the fastest arm of the documentation's. A speed-up is [median, lower and upper
+quartile] of the ratios of steps, see `pairs.py`, or None where an arm was left out. In older
+records the first value was all steps' time over ours'. `claim` is the modelled product's. Losses
+are compared over the first steps, relative, between all arms. From `engine` to `ours_peak_gib` it
+is plain and ours alone, named as in other records: units per second, GiB, None where the arm was
+left out; older records don't have them. `together` is there, and true, where both arms were in each
+process; their memory is then that of both."""
 
 _OF_SCRIPTS_RUNS = (
     *("busy", "kernels_per_step", "first_step_s", "to_steady_s", "steady_from", "longest_s"),
@@ -273,14 +273,14 @@ SCRIPT_FIELDS = (
 )
 """The fields that `bench scripts` writes. `ours` is from empty caches and an empty profile, and
 `second` with what that run has kept. Times of a steady step are [lower quartile, median, upper
-quartile] in milliseconds, of the last steps before the profile; the spread of a speed-up is from
-the ratio of nearer quartiles to that of farther ones, over `num_steps` or more of each arm. Of an
-arm's first run: the share of time in which the GPU computes (None on the CPU), kernels a step,
-seconds from the process's start to its first step and from there until steps were steady, at which
-step (None: at none), the longest step after the first, and memory. Losses are compared over
-`compared_steps`, and kept of `loss_steps`; `loss_check` says what is wrong with them.
-`script_commit` is what was checked out or, where that is not known, the row's with "-unverified";
-arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
+quartile] in milliseconds, of the last steps before the profile. The spread of a speed-up is from
+the ratio of nearer quartiles to that of farther ones, over `num_steps` or more of each arm. An
+arm's first run gives the share of time in which the GPU computes (None on the CPU) and kernels a
+step. It gives seconds from the process's start to its first step, and from there until steps were
+steady, and at which step (None: at none). The longest step after the first and memory are from it,
+too. Losses are compared over `compared_steps`, and kept of `loss_steps`; `loss_check` says what is
+wrong with them. `script_commit` is what was checked out or, where that is not known, the row's with
+"-unverified"; arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
 
 
 def describe_emulated(emulated: Mapping[str, Any]) -> str:

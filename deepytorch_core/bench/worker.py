@@ -154,8 +154,8 @@ def leave(status: int) -> NoReturn:
 def device_of(job: Run, rank: int) -> torch.device:
     """The rank's device, made current; raises BenchError when the machine has too few.
 
-    A rank with a GPU keeps to its part of the cores, the same in both arms: where steps wait for
-    the CPU, processes that do the same were seen to differ by 17% on cores of their own choice.
+    A rank with a GPU keeps to its part of the cores, the same in both arms. On cores of their own
+    choice, processes that do the same were seen to differ by 17% where steps wait for the CPU.
     """
     if job.device != "cuda":
         return torch.device("cpu")

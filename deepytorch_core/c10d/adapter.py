@@ -10,9 +10,9 @@ and else compiles the sources into the cache. The tag names everything the binar
 torch's build, Python, the C library and the sources themselves. `build` compiles for the installed
 torch, or for another one of which there is a wheel (`torch_builds`).
 
-The sources are compiled as one translation unit: torch's headers cost more than our code, so this
-takes a third of the processor time of a file each, no longer on a small machine, and needs no
-build tool beside the compiler.
+The sources are compiled as one translation unit, because torch's headers cost more than our code.
+This takes a third of the processor time of a file each, and no longer on a small machine. It needs
+no build tool beside the compiler.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Both look up one inner function each in their module when they are called, with 
 arguments not yet interpreted or only just so, and the same in torch 2.11 to 2.15:
 
 * `init_process_group` -> `_new_process_group_helper(..., backend, store, ..., group_desc=
-  "default_pg")`. Projects that copy torch's code to make a group with processes outside of the job
-  (a trainer and an inference server, say) call this helper too, but without that description:
-  what the other side runs is not ours to choose, so theirs is left alone.
+  "default_pg")`. Some projects copy torch's code to make a group with processes outside of the job
+  (a trainer and an inference server, say). They call this helper too, but without that description.
+  Their groups are left alone, because what the other side runs is not ours to choose.
 * `new_group` -> `_new_group_with_tag(ranks, timeout, backend, ...)`, which calls the same helper.
 
 NOTE [Names] Programs branch on the name of a group's backend: `get_backend() in ("gloo", "nccl")`

@@ -1,10 +1,10 @@
 """Keeps a script's checkpoints from harm, and from staying, while it is compared.
 
-In the view of its folder the script writes as it likes. Elsewhere, what was there before the
-comparison is never changed where it could be weights or describes some: deleting, moving and
-overwriting it is refused, and what the functions that write weights would put in its place goes to
-another folder. Those are `torch.save`, torch.jit's and torch.export's, safetensors' `save_file`
-and torch.distributed.checkpoint's writer; accelerate, transformers and DeepSpeed go through these.
+In the view of its folder the script writes as it likes. Elsewhere no file that was there before the
+comparison is changed if it could be weights or describes some. Deleting, moving and overwriting it
+is refused. Functions that write weights write to another folder instead of its place. These
+functions are `torch.save`, torch.jit's and torch.export's, safetensors' `save_file` and
+torch.distributed.checkpoint's writer; accelerate, transformers and DeepSpeed go through these.
 Where nothing was, weights are written in place; the comparison removes them after the run, see
 `made`. Any change in the real folder that the script has a view of is refused, too.
 """

@@ -1,9 +1,9 @@
 """One captured graph: its eager form, compiled candidates, and the check of one against the other.
 
 A captured graph is a function without side effects but for random numbers and inputs written in
-place, so it can be run again and again on the inputs of its first call while the user's module runs
-once. There each candidate is compared with the graph's own eager form, outputs and gradients; what
-differs is dropped, and of several that don't the fastest stays.
+place. So it can be run again and again on the inputs of its first call, while the user's module
+runs once. There each candidate is compared with the graph's own eager form, outputs and gradients;
+what differs is dropped, and of several that don't the fastest stays.
 """
 
 from __future__ import annotations

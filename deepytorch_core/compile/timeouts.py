@@ -1,6 +1,6 @@
 """Collectives wait longer while a rank may be compiling.
 
-The ranks that are ready wait in a collective for the one that is not, so all raise the time limits
+The ranks that are ready wait in a collective for the one that is not. So all raise the time limits
 of their groups before the first compile, by what compiling may take, and lower them after the last.
 A rank sees its own compiles: it takes one as a sign that others compile in the same step.
 """

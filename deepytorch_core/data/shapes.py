@@ -1,9 +1,9 @@
 """Few shapes for many batches, for code that is made anew for every shape.
 
 Packed batches differ in their number of tokens. Eager code doesn't mind, and `torch.compile` makes
-code for all of them after the second. CUDA graphs and code compiled with static shapes do mind:
-for them the totals are rounded up to a handful of sizes, and what is left over is filled with
-tokens that form sequences of their own and are trained on nothing.
+code for all of them after the second. CUDA graphs and code compiled with static shapes do mind. For
+them the totals are rounded up to a handful of sizes. The rest is filled with tokens that form
+sequences of their own and are trained on nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shapes:
 
     Args:
         limit: how many shapes to use for batches like the first ones; None takes every batch as it
-            is, with only the longest length so far rounded up to a power of two: compiled code is
+            is. Only the longest length so far is rounded up to a power of two, as compiled code is
             made anew where that number changes.
         max_length: with a limit, tokens that no sequence exceeds.
 

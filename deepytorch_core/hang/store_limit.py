@@ -28,10 +28,9 @@ def server_below(store: Any) -> Any:
 def limit(store: Any, seconds: float) -> None:
     """Has the connection to `store`'s server end `seconds` after the network to it has gone.
 
-    A TCPStore's questions have no time limit of their own: without this a rank that is cut off
-    while it waits for the others hangs for as long as Linux sends again, a quarter of an hour, or,
-    if its question had arrived, for ever.
-    Nothing happens where the store is no TCPStore.
+    A TCPStore's questions have no time limit of their own. Without this a rank that is cut off
+    while it waits for the others hangs for as long as Linux sends again: a quarter of an hour. If
+    its question had arrived, it hangs for ever. Nothing happens where the store is no TCPStore.
     """
     server = server_below(store)
     if server is None:
@@ -47,9 +46,9 @@ def set_limit(connection: socket.socket, seconds: float) -> None:
     """Ends a TCP connection when its other end has not been heard of for so long.
 
     What was sent and has not arrived tells that by itself (TCP_USER_TIMEOUT, RFC 5482). A question
-    that has arrived and whose answer is lost leaves nothing to send again: from half of the time on
-    the kernel asks whether the other end is there (keepalive, RFC 9293, section 3.8.4). It answers
-    such without its program, so one that takes its time is not given up.
+    that has arrived and whose answer is lost leaves nothing to send again. So from half of the time
+    on the kernel asks whether the other end is there (keepalive, RFC 9293, section 3.8.4). It
+    answers such without its program, so one that takes its time is not given up.
     """
     if not _is_ip(connection):
         return

@@ -2,9 +2,9 @@
 
 A pure function. It builds who waits for whom: a rank that is inside an operation waits for the
 group's members that have not begun it, a receive for its sender. Followed from the longest wait,
-that ends at a rank that waits for nobody (or can't go on at all), at ranks that wait for each
-other, or at an operation that all its ranks are in: then either they differ in what they asked
-for, or the program is not what is stuck.
+that ends in one of three ways. A rank waits for nobody, or can't go on at all. Ranks wait for each
+other. Or all ranks of an operation are in it: then they differ in what they asked for, or the
+program is not what is stuck.
 """
 
 from __future__ import annotations

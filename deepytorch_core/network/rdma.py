@@ -9,9 +9,10 @@ only what it can't know or takes wrongly:
 * EFA has no verbs of the kind that NCCL's own transport uses: without the plugin aws-ofi-nccl NCCL
   goes by TCP, which is said, and the adapters are left out.
 
-How near an adapter must be to a GPU for direct access (`NCCL_NET_GDR_LEVEL`) stays NCCL's choice by
-the PCIe tree, but for eRDMA: a virtual machine shows its adapters on one flat bus, where nothing
-looks near, so with the module for it loaded the level is SYS, as the cloud's guide has it.
+NCCL goes on choosing by the PCIe tree how near an adapter must be to a GPU for direct access
+(`NCCL_NET_GDR_LEVEL`). eRDMA is an exception: a virtual machine shows its adapters on one flat bus,
+where nothing looks near. So with the module for it loaded the level is SYS, as the cloud's guide
+has it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """channels_last for convolutional networks: the layout that convolution kernels compute in.
 
-The policy for models whose weights are largely those of 2-D convolutions. Which layout is faster
-depends on device, dtype and image size, so it is tried on the training's own first batch, before
-the first optimizer step, and kept only if the results are the same and the step is faster. Inputs
-alone are converted: weights stay as they are for optimizers, savers and whoever views them, and
-the library that convolves lays them out for itself, which takes little beside a batch of images.
+The policy for models whose weights are largely those of 2-D convolutions. Device, dtype and image
+size decide which layout is faster. So it is tried on the training's own first batch, before the
+first optimizer step. It is kept only if the results are the same and the step is faster. Inputs
+alone are converted. Weights stay as they are for optimizers, savers and whoever views them. The
+library that convolves lays them out for itself, which takes little beside a batch of images.
 Dropout fills its mask in the order of memory, so the same random numbers fall on other elements.
 """
 

@@ -3,8 +3,9 @@
 Tests of failures use up their workers, so the cost of a new one matters: two seconds for
 `import torch`, times the ranks. The nursery pays that once. It is single-threaded, holds no process
 group and has not loaded the native core. So a fork of it is as good as a new process, but for two
-things that are undone: the environment variables that tell a rank who it is, and the address
-layout, which must differ between ranks lest a pointer put in shared memory work by accident.
+things that are undone. These are the environment variables that tell a rank who it is, and the
+address layout. The layout must differ between ranks, lest a pointer put in shared memory work by
+accident.
 """
 
 from __future__ import annotations

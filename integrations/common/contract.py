@@ -61,9 +61,9 @@ def require(distribution: str, versions: str, *, tested: str) -> None:
 class Changes:
     """Changes of an adapter to objects that are not ours; `undo` puts all of them back.
 
-    A copy of a changed object has nothing to undo, and what is pickled can be read where there is
-    no deepytorch: there an empty dict stands for a `Changes`, and its own method for each function
-    that was set.
+    A copy of a changed object has nothing to undo. A pickled one can be read where there is no
+    deepytorch: there an empty dict stands for a `Changes`, and the object's own method for each
+    function that was set.
 
     Args:
         asked: whether somebody wants them by name. Else nothing of ours may raise into a program

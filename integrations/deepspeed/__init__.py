@@ -7,13 +7,13 @@ Python. The section's names are the options of `deepytorch_core.base.config.Opti
 Seam replaced: `deepspeed.initialize`, wrapped when deepspeed is imported
 (`deepytorch_core.c10d.deepspeed_flag`). Without the section the wrapper passes the call on, unless
 other ranks have it: then all have an error. With it the process groups that exist are upgraded in
-place, and bucket sizes that the configuration leaves open are filled in (`buckets`); an
-engine's transformers model trains without padding (`padding_free`, by hooks), fused kernels go
-into the model (`kernels`), and it is compiled as option `compile` says, of ZeRO-3 leaf modules.
-Where ZeRO-3 keeps weights or the optimizer on the host, updated weights are copied another way
-(`offloaded_weights`).
-DeepSpeed's monitor, where one is configured, also writes figures of deepytorch's (`live`). Left
-alone: the rest of ZeRO's code, checkpoints, launchers, the accelerator object.
+place, and bucket sizes that the configuration leaves open are filled in (`buckets`). An engine's
+transformers model trains without padding (`padding_free`, by hooks), and fused kernels go into the
+model (`kernels`). The model is compiled as option `compile` says; under ZeRO-3, its leaf modules
+are. Where ZeRO-3 keeps weights or the optimizer on the host, updated weights are copied another way
+(`offloaded_weights`). DeepSpeed's monitor, where one is configured, also writes figures of
+deepytorch's (`live`). Left alone: the rest of ZeRO's code, checkpoints, launchers, the accelerator
+object.
 """
 
 from __future__ import annotations

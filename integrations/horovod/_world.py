@@ -146,7 +146,7 @@ class World:
 
 @dataclass(frozen=True)
 class WorldParts:
-    """What builds on this module, and what a world is made of."""
+    """The classes that a world is made of; their modules build on this one."""
 
     rounds: Callable[..., RoundsProtocol]
     journal: Callable[[float], Any]

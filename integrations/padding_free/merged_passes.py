@@ -8,8 +8,9 @@ that part. The last backward pass brings the gradients of all parts to the trunk
 DistributedDataParallel adds up what it would have added up.
 
 First it is watched whether each micro-batch calls the model once, with the tensors that the loader
-has made. A pass that was not expected later on, or that asks its trunk for something else, runs as
-it is; so do those after it, and gradients of parts that were handed out go to the trunk at once.
+has made. Later on a pass may be one that was not expected, or ask its trunk for something else. It
+runs as it is, and so do those after it. Gradients of parts that were handed out then go to the
+trunk at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """transformers' attention interface, taught attention without padding.
 
-Configurations keep the names that they have. While a model is attached, what transformers looks up
-under a name is that attention with ours before it: a call that brings `PACKED` goes to
-`deepytorch_core.data.varlen_attention`, any other call to the attention that was looked up, with
-its own mask. So a model stays right whatever it is given, also in the recomputation of activation
-checkpoints, which happens long after the forward pass.
+Configurations keep the names that they have. While a model is attached, transformers finds ours
+under an attention's name, with the named one behind it. A call that brings `PACKED` goes to
+`deepytorch_core.data.varlen_attention`. Any other call goes to the named one, with its own mask. So
+a model stays right whatever it is given, also in the recomputation of activation checkpoints, which
+happens long after the forward pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A model's modules and parameters as they were found before, for who goes through all of them.
 
-In each step a transformers Trainer tells all modules to train, which they do, counts their
-parameters, and lists those whose gradients it clips and then drops: some milliseconds in which the
-GPU may have nothing to do. Here the parts of a model are kept, and used as long as none was put in,
-taken out or replaced. What is returned or changed is the same.
+In each step a transformers Trainer tells all modules to train, though they do already. It counts
+their parameters, and lists those whose gradients it clips and then drops. That takes some
+milliseconds in which the GPU may have nothing to do. Here the parts of a model are kept, and used
+as long as none was put in, taken out or replaced. What is returned or changed is the same.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class _Step:
         return made
 
     def read(self, value: Tensor, number: int | None) -> Any:
-        """What `item` gives for it."""
+        """Return what `item` gives for such a number."""
         return self._num_tokens if number == _TOKENS else Awaited(value)
 
     def read_all(self) -> None:

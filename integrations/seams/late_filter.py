@@ -82,7 +82,7 @@ class _Late(Tensor):
 
 
 def _filtered(total: Tensor, loss: _Late) -> Tensor:
-    """What the Trainer adds to the losses since it last logged: this one, or else their mean."""
+    """Return what the Trainer adds to losses not yet logged: this one, or else their mean."""
     trainer, own = cast(Any, loss.trainer()), loss.as_subclass(Tensor)
     steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
     return torch.where(torch.isfinite(own), own, total / steps)

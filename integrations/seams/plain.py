@@ -3,9 +3,8 @@
 NOTE [Finding]. No hook sees the calls of all modules: torch would call each of them another way,
 and its compiler would notice. Torch's hook of steps tells of an optimizer instead. Modules that own
 its parameters are found among the objects that Python's garbage collector knows, and the outermost
-that contain them. Which of these the loop calls, the whole or parts of it, is seen in the next
-step, by a seam that lies on them (`deepytorch_core.compile.seam`); a step later it lies on the
-parts of those that were not called.
+that contain them. In the next step a seam lies on these (`deepytorch_core.compile.seam`), and sees
+which of them the loop calls. A step later it lies on the parts of those that were not called.
 
 Everything is done between two steps, on this rank alone, and without a pass of the model.
 """

@@ -3,9 +3,9 @@
 The seam is `Trainer.get_train_dataloader` inside of `Trainer._inner_training_loop`, where all ranks
 call it; who asks for a loader elsewhere, on one rank maybe, gets the stock one. While it runs, the
 loader that it hands its Accelerator gets a `TokenBalancedBatchSampler` over its own batch sampler,
-so the order stays the Trainer's. Whether samples then change places is decided, by all ranks, when
-the first epoch begins, as the model is prepared after its loader: they do where its batches are
-packed, as padded ones don't cost their tokens, and where its loss turned out to be divided by
+so the order stays the Trainer's. All ranks decide when the first epoch begins whether samples then
+change places, as the model is prepared after its loader. They do under two conditions. The model's
+batches are packed, as padded ones don't cost their tokens. And its loss turned out to be divided by
 `num_items_in_batch` when `packing_probe` tried it.
 """
 

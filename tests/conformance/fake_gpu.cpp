@@ -1,6 +1,6 @@
-// A GPU that is none, for torch without CUDA: tensors that say they lie there, a device guard that
-// knows one stream, and a stock backend that only counts. What a call costs on its way to that
-// backend can be measured with caches and TLBs as NCCL and CUDA leave them.
+// Makes torch without CUDA believe in a GPU. Tensors say that they lie there, a device guard knows
+// one stream, and a stock backend only counts. What a call costs on its way to that backend can be
+// measured with caches and TLBs as NCCL and CUDA leave them.
 #include <c10/core/impl/FakeGuardImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>

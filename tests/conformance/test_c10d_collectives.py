@@ -1,6 +1,6 @@
 """Every c10d call of backend "deepytorch" gives what gloo gives, on odd sizes and layouts.
 
-A case is a function of a group; it runs on the group under test and on a gloo group of the same
+A case is a function of a group. It runs on the group under test and on a gloo group of the same
 ranks, from the same seed. Where gloo has no such call, `REFERENCES` says what is right.
 """
 

@@ -405,8 +405,8 @@ print("last line", flush=True)
 def test_interpreter_ends_with_groups_open(tmp_path: Path, ending: str) -> None:
     """No hang, no crash, no noise when a program doesn't say goodbye.
 
-    Native operations only: a gloo group that is still open at the end can abort the process, in
-    stock PyTorch too, when one of its threads asks for Python's lock too late.
+    The operations are native ones only. A gloo group that is still open at the end can abort the
+    process, in stock PyTorch too: one of its threads may ask for Python's lock too late.
     """
     processes = [
         subprocess.Popen(

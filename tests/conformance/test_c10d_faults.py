@@ -1,6 +1,6 @@
 """Ranks that disagree, in every operation and every way: an error on each that names both sides.
 
-The buffers lie between guard bytes, plain or in registered memory: whatever a rank asked for, no
+The buffers lie between guard bytes, plain or in registered memory. Whatever a rank asked for, no
 byte of any rank may change, and the group must work as before.
 """
 

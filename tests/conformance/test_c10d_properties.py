@@ -1,7 +1,7 @@
 """Programs that hypothesis makes up: every operation, type, shape and layout, exact results.
 
 The parent draws a program, the warm workers of a world size run it. Every rank knows what every
-rank puts in, so it works out by itself what must come out; gloo is asked as well where it has the
+rank puts in, so it works out by itself what must come out. Gloo is asked as well where it has the
 operation. Values are small whole numbers, so that results are exact in every type.
 """
 

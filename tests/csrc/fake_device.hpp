@@ -1,5 +1,5 @@
-// GPUs that are threads and host memory, in the place of csrc/cuda: linked into the tests, they let
-// all of csrc/comm run as it does on GPUs. Time on them is what a test says it is.
+// Threads and host memory play GPUs here, in the place of csrc/cuda. Linked into the tests, they
+// let all of csrc/comm run as it does on GPUs. Time on them is what a test says it is.
 #pragma once
 
 #include <functional>

@@ -1,5 +1,5 @@
-// Staged groups on boards of their own, with devices that are threads (fake_copy_engine.hpp) and
-// nodes that are connected by sockets; and operations on them with what they must give.
+// Staged groups on boards of their own: threads play the devices (fake_copy_engine.hpp), and
+// sockets connect the nodes. Operations on them are here too, with the results that they must give.
 #pragma once
 
 #include <gtest/gtest.h>

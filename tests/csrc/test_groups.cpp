@@ -181,8 +181,8 @@ TEST(Again, ItsStatisticsCountOn) {
 }
 
 TEST(Again, WithAMemberThatIsNew) {
-  // A process that was in a group of this name before meets one that was not: a training job that
-  // replaces a lost worker, on a new store.
+  // A process that was in a group of this name before meets one that was not. This happens when a
+  // training job replaces a lost worker, on a new store.
   for (const int size : {2, 3}) {
     run_ranks(size,
               [](Rank& rank) {

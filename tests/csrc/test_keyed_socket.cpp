@@ -1,4 +1,4 @@
-// What strangers send to a local socket takes nobody's room and counts for nothing.
+// Strangers may send to a local socket: their datagrams take nobody's room and count for nothing.
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
@@ -30,7 +30,7 @@ bool send_to(const std::string& name, const std::string& text) {
   return send_local(plain_socket().get(), text, {}, MSG_DONTWAIT, name);
 }
 
-// As many as there is room for, without the key, some as long as it.
+// Sends datagrams without the key, some as long as the key, until there is no room.
 void flood(const std::string& name) {
   const UniqueFd from = plain_socket();
   for (int i = 0; i < kFlood; ++i) {
@@ -38,7 +38,7 @@ void flood(const std::string& name) {
   }
 }
 
-// What comes next, looked for without waiting.
+// Returns the next message if it is there already; it does not wait.
 std::optional<LocalMessage> next(const KeyedSocket& socket) {
   if (!readable_within(socket.fd(), milliseconds(0))) return std::nullopt;
   return socket.receive();

@@ -196,8 +196,9 @@ TEST(PointToPoint, BetweenRegisteredAndPlainMemory) {
       std::iota(pairs.back().sender.data(), pairs.back().sender.data() + kLarge, pairs.size());
     }
   }
-  // Filled before and looked at after the ranks run: the thread sanitizer does not see what orders
-  // the accesses of two ranks to one registered buffer, because each maps the mailbox elsewhere.
+  // Buffers are filled before the ranks run and looked at afterwards. Each rank maps the mailbox
+  // elsewhere, so the thread sanitizer does not see what orders the accesses of two ranks to one
+  // registered buffer.
   run_ranks(2, [&](Rank& rank) {
     for (Pair& pair : pairs) {
       Request request(rank.rank() == 0 ? DPT_SEND : DPT_RECV, DPT_INT32, kLarge);

@@ -89,7 +89,7 @@ def run(path: Path, folder: Path, *, timeout_s: float = 300) -> int:
 
 
 def execute(commands: str, folder: Path, place: str, timeout_s: float) -> str:
-    """What the commands print, on both streams."""
+    """Run the commands and return what they print on both streams."""
     # The interpreter's own folder has the commands that the page names.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

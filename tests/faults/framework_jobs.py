@@ -1,7 +1,7 @@
 """Small trainings, one for each framework, in each of which a rank comes to the place of a fault.
 
-They are as short as their frameworks let them be: a model of three layers, of which one calls
-`reach` in its forward, so that the fault happens where users' own code runs.
+They are as short as their frameworks let them be. The model has three layers, one of which calls
+`reach` in its forward, so the fault happens where users' own code runs.
 """
 
 from __future__ import annotations

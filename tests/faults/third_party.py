@@ -1,9 +1,10 @@
 """Plants hangs in scripts that others wrote: copies of what packages bring, edited for one rank.
 
 The copy lies in a temporary folder. It differs from what was distributed in a few lines that make
-it run on CPUs, again and again (`Script.changes`), and in what is planted. Where that is, chance
-decides: at some of the statements inside its functions, found in its syntax tree, of which the
-culprit hangs at the one that it comes to as the so-manieth. It says at which line.
+it run on CPUs, again and again (`Script.changes`), and in what is planted. Chance decides where
+that is. A call stands before some of the statements inside its functions, which its syntax tree
+tells. The calls are counted, and the culprit hangs at the one whose number was drawn. It says at
+which line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Code that bytes from outside reach first, as functions of those bytes alone.
 //
-// Each returns 0 and ends: whatever comes in, the only thing that may leave the code under test is
-// dpt::Error of the documented status, and what it accepts must survive being written and read
+// Each returns 0 and ends, whatever comes in. The code under test may throw dpt::Error of the
+// documented status and nothing else. Input that it accepts must survive being written and read
 // again. Anything else aborts the process.
 #pragma once
 

@@ -1,5 +1,5 @@
-"""Tests of the record on GPUs: it knows when operations began, enough to name the rank that
-began too few, whether a kernel of ours or NCCL carries them out."""
+"""Tests of the record on GPUs, for kernels of ours and for NCCL. It knows when operations began,
+which is enough to name the rank that began too few."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_tf32_is_used_where_torch_may_use_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_hot_of_a_known_number_of_classes_does_not_wait() -> None:
-    """What models make of experts' numbers: stock's needs no fix."""
+    """Models make one-hot rows of experts' numbers: stock's way needs no fix."""
     numbers = torch.randint(0, 8, (64, 2), device=DEVICE, dtype=torch.int64)
     recorder = Recorder(DEVICE)
     with recorder.rehearsing():

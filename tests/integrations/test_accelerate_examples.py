@@ -31,8 +31,9 @@ if "deepytorch" in sys.modules:
     if rank() == 0:
         print(deepytorch.report())
 """
-# torch's gloo deadlocks in about 1 of 4 runs where its group's last reference, DDP's reducer, goes
-# while its thread still drops the last gather: the one holds Python's lock, the other waits for it.
+# torch's gloo deadlocks in about 1 of 4 runs in which DDP's reducer has the last reference to its
+# group. The reducer goes with Python's lock held, and waits for gloo's thread. That thread still
+# drops the last gather, for which it waits for Python's lock.
 SETTLING = """
 import time
 import torch.distributed

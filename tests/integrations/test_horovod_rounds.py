@@ -65,8 +65,8 @@ def test_ranks_begin_in_orders_of_their_own(backend: str) -> None:
 
 
 class SetOfHandles:
-    """Averages gradients as optimizers do that were derived from Horovod's: those that hooks have
-    not begun, `step` begins in the order of a set, which is another one in every process."""
+    """Averages gradients as optimizers do that were derived from Horovod's. `step` begins those
+    that hooks have not begun, in the order of a set, which differs in every process."""
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {parameter: name for name, parameter in model.named_parameters()}

@@ -116,7 +116,7 @@ def warm_up() -> None:
     model = DistributedDataParallel(nn.Linear(4, 2))
     model(torch.ones(2, 4)).sum().backward()
     del model
-    # Gloo's thread lets go of its last operation, for which it needs Python: whoever ends the group
+    # Gloo's thread needs Python to let go of its last operation. A caller that ends the group
     # before that waits for the thread with Python locked, for ever.
     time.sleep(0.3)
     dist.destroy_process_group()

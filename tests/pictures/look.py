@@ -1,7 +1,7 @@
 """Pages as headless Chromium shows them, and whether a picture still looks like another.
 
-Fonts, anti-aliasing and the browser's version differ between machines, so pictures are compared
-as somebody sees them who stands back: by the mean colours of cells, each of which may have moved a
+Fonts, anti-aliasing and the browser's version differ between machines. So pictures are compared as
+somebody sees them who stands back. The mean colours of cells count, and each cell may have moved a
 few pixels. Every page is shown in DejaVu Sans, which .ci/system installs with the browser.
 """
 

@@ -1,7 +1,7 @@
 """Scripts in the form that their frameworks publish, which know nothing of deepytorch.
 
-Each runs as it is, with `import deepytorch` before it, and as `deepytorch run` starts it: the
-losses are the same, and the report says that something was switched on.
+Each runs as it is, with `import deepytorch` before it, and as `deepytorch run` starts it. The
+losses must be the same, and the report must say that something was switched on.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def tried(words: str, folder: Path) -> tuple[int, float, float, str]:
 
 
 def processor_s() -> float:
-    """Of all processes that this one has waited for."""
+    """Return the seconds of processors that all processes took which this one has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,6 +1,6 @@
 """Read by every Python process that the tests start: it looks for cycles of garbage more rarely.
 
-Of importing torch and what builds on it the usual thresholds take a third of the time, and many
+Importing torch and what builds on it takes half as long again with the usual thresholds, and many
 tests start processes that do little else. The Makefile puts this folder in PYTHONPATH.
 """
 

@@ -36,8 +36,8 @@ import torch
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 WANTED = 0.98
 LIMIT_S = 120.0
-# They take no vectors, such as a bias, which the tests give to every optimizer there is: the tests
-# are older, and fail with Horovod's own library too.
+# These take no vectors, such as a bias. The tests, which are older, give vectors to every optimizer
+# there is, and fail with Horovod's own library too.
 NEWER_OPTIMIZERS = ("Muon",)
 
 _jobs = itertools.count(1)

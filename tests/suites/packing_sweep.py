@@ -3,10 +3,10 @@
     python tests/suites/packing_sweep.py [NAME ...] [--least 120]
 
 For each class that gives a loss of token labels a small model of its default configuration is made,
-its weights moved off their start. What `deepytorch.integrations` finds out on a twin is then tried
-on it: batches of random text with special ids in it, alone and with every per-token argument that
-a packed row may bring. Loss and gradients must be those of the padded batch, or the padding stays.
-Ends with 1 if one differs, or if fewer are packed than `--least`.
+its weights moved off their start. `deepytorch.integrations` finds out on a twin what it may do;
+that is then tried on the model. The batches are random text with special ids in it, alone and with
+every per-token argument that a packed row may bring. Loss and gradients must be those of the padded
+batch, or the padding stays. Ends with 1 if one differs, or if fewer are packed than `--least`.
 """
 
 from __future__ import annotations

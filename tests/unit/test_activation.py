@@ -13,9 +13,9 @@ from deepytorch_core.testing import run_program, run_script
 
 ROOT = Path(__file__).parents[2]
 
-# One rank is enough for everything that is not about ranks. A gloo of torch's own is destroyed
-# before the process ends: torch alone aborts ("terminate called") in about 1 of 80 processes
-# that leave one to the interpreter's end.
+# One rank is enough for everything that is not about ranks. A gloo group of torch's own is
+# destroyed before the process ends. Left to the interpreter's end, it aborts about 1 of 80
+# processes ("terminate called"), also with torch alone.
 INIT = """
 import atexit
 

@@ -1,7 +1,7 @@
 """Every check finds the faults that are planted in its facts, and is content once they are mended.
 
-The facts are in `data/doctor`: for each check those that are as they should be, and for each fault
-what differs, how bad it is, and words of the evidence and of the remedy.
+The facts are in `data/doctor`. For each check there are facts of a machine as it should be. For
+each fault there is what differs, how bad it is, and words of the evidence and of the remedy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The house has few rooms, and imports lead down: counted over every import, wherever it stands.
 
-A room is a package or module right below `deepytorch_core`, an arrow an import of one room by
-another, and a floor lies above all that its rooms import. Imports in functions and those for type
+A room is a package or module right below `deepytorch_core`. An arrow is an import of one room by
+another. A floor lies above all that its rooms import. Imports in functions and those for type
 checkers count like any other.
 """
 

@@ -2,8 +2,9 @@
 // addresses, which peer processes map at the same offset of a range of their own (peer_chunks.hpp).
 //
 // NOTE [Sharing] Nobody waits for a chunk to be shared. It is offered to every link, and is shared
-// once each of them has said that it is mapped there; until then, and for good if one can't map it,
-// collectives treat it as ordinary memory. A link that comes later is offered all chunks first.
+// once each of them has said that it is mapped there. Until then collectives treat it as ordinary
+// memory, and for good if one link can't map it. A link that comes later is offered all chunks
+// first.
 //
 // NOTE [Freeing] Memory is gone when the last process has unmapped it, and an offset may be used
 // again only then. `free` waits for that a moment, since whoever frees may be short of memory. A

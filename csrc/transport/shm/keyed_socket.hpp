@@ -1,13 +1,13 @@
 // Datagrams between the processes of a node that come through whatever strangers send.
 //
 // NOTE [Key] Any user of the machine may send to an abstract address, and the kernel keeps about
-// ten datagrams until the addressee reads them: a stranger could see to it that a peer's finds no
-// room. So each datagram begins with its addressee's key, which peers have from the store, and the
-// kernel drops all others before they take any (SO_ATTACH_FILTER). They wake nobody either. A
-// socket that listens for connections is no way out: strangers fill its backlog, which nothing
-// filters. The store asks nobody who he is, so a key alone proves little, and the kernel is also
-// asked whose process has sent what came. In a sandbox without filters both are looked at too late
-// to save the room.
+// ten datagrams until the addressee reads them. So a stranger could see to it that a peer's finds
+// no room. Therefore each datagram begins with its addressee's key, which peers have from the
+// store, and the kernel drops all others before they take any (SO_ATTACH_FILTER). They wake nobody
+// either. A socket that listens for connections is no way out: strangers fill its backlog, which
+// nothing filters. The store asks nobody who he is, so a key alone proves little, and the kernel is
+// also asked whose process has sent what came. In a sandbox without filters both are looked at too
+// late to save the room.
 #pragma once
 
 #include <optional>

@@ -9,8 +9,8 @@
 // no room, or nothing new. A rank waits on its doorbell (Segment::await_ring).
 //
 // NOTE [Room] Each of the three is small, and no number of messages may stall in it. Writers keep
-// on their heap what finds no room, and neither side stops reading because it can't write: a
-// receiver reads letters as long as it looks for a match, a sender reads replies as long as one is
+// on their heap what finds no room, and neither side stops reading because it can't write. A
+// receiver reads letters as long as it looks for a match; a sender reads replies as long as one is
 // missing.
 #pragma once
 

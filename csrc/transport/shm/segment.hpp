@@ -104,8 +104,9 @@ class Segment {
   // abort's own status), DPT_ERR_TIMEOUT naming the missing ranks, DPT_ERR_PEER_LOST,
   // DPT_ERR_INTERRUPTED. After any of these the group is aborted for every rank.
   void barrier(const WaitContext& wait, WaitStyle style);
-  // Between the two this rank waits for another node: where only such ranks are missing, `barrier`
-  // leaves it to them to say at the time limit who is missing there, and says so itself only later.
+  // Says that this rank waits for another node, until it is told otherwise. Where only such ranks
+  // are missing, they are to say at the time limit who is missing there; `barrier` says so itself
+  // only later.
   void set_waits_elsewhere(bool waits);
 
   OpHeader& header(int rank, int parity);

@@ -23,8 +23,9 @@ constexpr std::chrono::milliseconds kGreetingLimit{5000};
 // A node that does not even answer is down, or a firewall swallows what is sent to it.
 constexpr std::chrono::milliseconds kConnectLimit{10000};
 // Unacknowledged for so long, a peer's node is taken for dead. Beats make sure that something is
-// always under way: the next one leaves within 0.5 s, and the system counts from its first copy
-// that got lost, 0.2 s later where it probed for a lost tail. Together 2.8 s, of the 3 s promised.
+// always under way, and the next one leaves within 0.5 s. The system counts from its first copy
+// that got lost, 0.2 s later where it probed for a lost tail. Together this takes 2.8 s, of the 3 s
+// promised.
 constexpr unsigned kUserTimeoutMs = 2100;
 // A socket with so much not yet sent has no room: more would only wait there while another socket
 // could carry it.
@@ -57,9 +58,9 @@ UniqueFd make_socket(int family, const TcpSettings& settings) {
   return fd;
 }
 
-// Only the control socket gives a peer up that does not answer: to Linux a peer that is stopped,
-// and so takes no data, is as silent as one that is gone, but what the control socket carries
-// always fits into the peer's buffer.
+// Only the control socket gives a peer up that does not answer. To Linux a peer that is stopped,
+// and so takes no data, is as silent as one that is gone. But the control socket's data always fits
+// into the peer's buffer, so a stopped peer still acknowledges it.
 void prepare(int fd, bool is_control) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   if (is_control) set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);

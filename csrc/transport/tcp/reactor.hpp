@@ -34,8 +34,9 @@ class Reactor {
   // Nothing is reported any more, not even errors, until it is watched again.
   void silence(int fd) const;
   void remove(uint64_t id, int fd);
-  // Takes connections that this side has ended: reads and drops what still comes, so that closing
-  // them does not destroy what the peer has yet to read, until it ends them too or time is up.
+  // Takes connections that this side has ended. It reads and drops what still comes until the peer
+  // ends them too or time is up. Otherwise closing them would destroy what the peer has yet to
+  // read.
   void linger(std::vector<UniqueFd> sockets);
   // In a forked child: the thread does not exist there, only its descriptors do.
   void close_after_fork();

@@ -1,19 +1,19 @@
 """torch's own optimizers in their fused form: one kernel for many parameters.
 
-Adam, AdamW and SGD take `fused=True`; a training that did not ask gets it while a step runs, by
-hooks of the step: its parameter groups say what they said, whoever looks at them, copies or saves
-them. What somebody chose with foreach= or fused= stays, and so do sparse gradients.
+Adam, AdamW and SGD take `fused=True`. A training that did not ask gets it while a step runs, by
+hooks of the step. So its parameter groups say what they said, whoever looks at them, copies or
+saves them. What somebody chose with foreach= or fused= stays, and so do sparse gradients.
 
 NOTE [Strides]. torch's fused kernels walk a parameter, its gradient and its state as flat memory
-and don't check that their strides agree: where they differ the update is silently wrong, which it
-is not in the other forms. They differ after a state of other strides was loaded, or where gradients
+and don't check that their strides agree. Where they differ the update is silently wrong; in the
+other forms it is right. They differ after a state of other strides was loaded, or where gradients
 were assigned. So a state is laid out like its parameter when it comes in, and gradients are
 compared before each step.
 
 NOTE [Momentum]. torch's fused SGD makes momentum only if no parameter has any yet; one whose first
 gradient comes later, or that was loaded without, is an error. So momentum that is not there yet is
-made before the step, as zeros, from which the first update comes out the same, and which a first
-step that is skipped leaves behind as they are.
+made before the step, as zeros. The first update comes out the same from these, and a first step
+that is skipped leaves them as they are.
 
 What a GradScaler found reaches the kernels without a wait: see `deepytorch_core.nn.scaler_step`.
 """

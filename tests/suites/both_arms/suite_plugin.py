@@ -1,7 +1,7 @@
 """pytest plugin of a suite's run: what becomes of each test, in $SUITE_ROWS; children start fast.
 
-A test has a line when it begins and another when it has ended, so of a test that ends the process
-only the first is there. When pytest runs again with the same file it goes on behind that test.
+A test has a line when it begins and another when it has ended. So a test that ends the process has
+only the first. When pytest runs again with the same file it goes on behind that test.
 """
 
 import json

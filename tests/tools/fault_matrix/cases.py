@@ -151,8 +151,8 @@ class Fault:
         network: the ranks live on emulated nodes of their own (needs the right to make some).
         again: the survivors can make a new group afterwards.
         stock_leaves: what the stock backend leaks then, also without us, by path; "": on all.
-        in_start: of the paths on GPUs, phases in which NCCL starts and can't: who waits in its
-            start for the rank that failed hears nothing, so that process may end everywhere.
+        in_start: phases, of the paths on GPUs, in which NCCL starts and can't. A rank that waits in
+            NCCL's start for the failed one hears nothing, so that process may end everywhere.
     """
 
     name: str

@@ -41,9 +41,9 @@ _PHASES = {
 def render(records: Sequence[Mapping[str, Any]]) -> str:
     """The page. Of several records of a case the last counts.
 
-    Records of the soak, of fuzzing, of planted hangs (tests/faults/hangs.py), of faults in every
-    framework (tests/faults/frameworks.py) and of what the flight record costs
-    (tests/faults/record_cost.py) may be among them.
+    Records of the soak and of fuzzing may be among them. So may those of planted hangs
+    (tests/faults/hangs.py), of faults in every framework (tests/faults/frameworks.py) and of what
+    the flight record costs (tests/faults/record_cost.py).
 
     Raises ValueError for a record of a case that the table does not have, or no record at all.
     """

@@ -74,9 +74,9 @@ def run(case: Case, slot: int | None = None, *, stock: bool = False) -> Result:
 
     Args:
         case: which one.
-        slot: of cases that run at the same time, each with another number; None: it runs alone,
-            so that what is new in /dev/shm afterwards is its own. Beside others only what its ranks
-            had mapped is.
+        slot: a number that no other case has which runs at the same time. None: the case runs
+            alone, so that all that is new in /dev/shm afterwards is its own. Beside others only
+            what its ranks had mapped is.
         stock: under gloo or NCCL alone, of which nothing is promised: to see what that leaves over.
     """
     missing = _why_not(case)

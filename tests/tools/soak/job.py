@@ -164,8 +164,8 @@ def _groups(world_size: int, seed: int) -> list[tuple[int, ...]]:
 def cycles(rank: int, world_size: int, count: int, device: str = "cpu") -> dict[str, Any]:
     """`count` times: groups are made, used and destroyed. What the later nine tenths left behind.
 
-    Returns descriptors, threads and the like that are left, how many more mappings there are, and
-    by how many bytes a cycle what is resident has grown.
+    Returns the descriptors, threads and the like that are left, and how many more mappings there
+    are. The last value is by how many bytes a cycle the resident memory has grown.
     """
     from deepytorch_core.c10d import backend
 

@@ -232,8 +232,8 @@ class Performance:
         """Run an operation that only the stock backend does, in between.
 
         It has to be the only one under way in its group: several corrupt gloo's memory, also
-        without us. With torch 2.13 alone 8 of 11 jobs of four ranks ended with it within half a
-        minute, and none of 10 whose six groups had one each.
+        without us. With torch 2.13 alone 8 of 11 jobs of four ranks ended by that within half a
+        minute. Of 10 jobs whose six groups had one each, none did.
         """
         import torch
         import torch.distributed as dist
