@@ -137,7 +137,7 @@ def _timm(model: str) -> Script:
         path="train.py",
         arguments=(*both, "--num-classes=100", "--amp", "--batch-size=128", "--workers=8"),
         small=(
-            *(*both, "--num-classes=4", "--img-size=32", "--batch-size=2", "--workers=0"),
+            *(*both, "--num-classes=4", "--img-size=32", "--batch-size=2", "--workers=1"),
             "--device=cpu",
         ),
         prepare=_classes,

@@ -21,7 +21,14 @@ from deepytorch_core.compile import registry
 from deepytorch_core.compile.region import Forward
 
 # In the order in which they are entered.
-_FILES = ("packed_rows", "ones_masks", "causal_masks", "grouped_products", "expert_counts")
+_FILES = (
+    "packed_rows",
+    "ones_masks",
+    "causal_masks",
+    "padding_masks",
+    "grouped_products",
+    "expert_counts",
+)
 
 Around = Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 """From a call's arguments, of which it may change the named ones, to what is open during it."""
