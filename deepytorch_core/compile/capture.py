@@ -12,6 +12,7 @@ import contextlib
 import io
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -39,8 +40,10 @@ MOST_MISSES = 32
 MOST_FAILURES = 3
 # Calls that run as they are while their operations are watched, before anything is captured.
 WATCHED_CALLS = 2
-# States of a module's attributes, after which it is taken to change them again and again.
+# States of a module's attributes, after which it is taken to change them again and again, unless
+# it keeps each for many passes: some make a mask anew in each epoch.
 MOST_STATES = 8 * MOST_KINDS
+LEAST_PASSES_OF_STATE = 64
 # Copies of the gradients may take this part of the GPU's memory. Larger models keep a GPU busy
 # anyway.
 MOST_GRADIENTS = 0.05
@@ -182,8 +185,10 @@ class Capture:
         self._forward: Callable[..., Any] = self._seam.unreplayed if self._seam else root.forward
         self._replays: dict[Any, Replay | str] = {}  # or why there is none
         self._met: set[Any] = set()
+        self._num_kinds: Counter[Hashable] = Counter()  # of each variant, those that are gone, too
         self._misses: dict[Hashable, int] = {}  # in a row, of each variant
         self._num_watched = 0
+        self._num_passes = 0
         self._used: set[int] = set()  # outputs of watched passes that have had gradients
         self._formats: set[torch.dtype] = set()  # that watched passes compute in
         self._num_failures = 0
@@ -252,8 +257,10 @@ class Capture:
         try:
             call = Call.of(args, kwargs, self._recorder.kind)
             state = self._states.now()
-            if self._states.count > MOST_STATES:
+            self._num_passes += 1
+            if self._states.count > max(MOST_STATES, self._num_passes / LEAST_PASSES_OF_STATE):
                 self._give_up("it changes attributes of its modules again and again")
+                return self._launched(args, kwargs)
             key = (self._variant(), call.key(), state, None if sizes is None else sizes.state)
             readiness = self._readiness
             is_known = key in self._replays or key in self._ready
@@ -348,20 +355,32 @@ class Capture:
         if key in self._replays:
             return self._known(self._replays[key])
         is_new = key not in self._met
-        num_kinds = sum(1 for variant, *_ in self._replays if variant == key[0])
-        if is_new and not are_few and num_kinds >= CAPTURED_AT_ONCE:
+        if is_new and not are_few and self._num_kinds[key[0]] >= CAPTURED_AT_ONCE:
             if len(self._met) < 8 * MOST_KINDS:
                 self._met.add(key)
             self._miss("it is called in ever new ways")
             return None
-        if num_kinds >= MOST_KINDS:
+        living = self._states.living()
+        of_way = [known for known in self._replays if known[0] == key[0] and known[2] in living]
+        if len(of_way) >= MOST_KINDS:
             self._miss(f"it is called in more than {MOST_KINDS} ways")
             return None
+        self._num_kinds[key[0]] += 1
         try:
             self._replays[key] = self._captured(call)
+            self._drop_dead(living)
         except NotCapturedError as error:
             self._replays[key] = str(error)
         return self._known(self._replays[key])
+
+    def _drop_dead(self, living: set[int]) -> None:
+        """Let go of graphs of states that can't come back; a new one keeps their memory."""
+        for key in [key for key in self._replays if key[2] not in living]:
+            replay = self._replays.pop(key)
+            if isinstance(replay, Replay):
+                self._recorder.drop(replay.graphs)
+        for keys in (self._met, self._ready):
+            keys -= {key for key in keys if key[2] not in living}
 
     def _known(self, replay: Replay | str) -> Replay | None:
         if isinstance(replay, Replay):
@@ -396,10 +415,11 @@ class Capture:
                 forward = fixes.applied(self._root, region or self._forward)
                 facts: dict[str, Any] = {"used": self._used, "formats": self._formats}
                 replay = Replay(forward, self._root, call, self._recorder, **facts)
-                if self._states.now() != before:
-                    raise NotCapturedError("a pass changes attributes of its modules")
-            if said.getvalue():
-                raise NotCapturedError("it prints")
+                is_changed = self._states.now() != before
+            if is_changed or said.getvalue():
+                self._recorder.drop(replay.graphs)
+                changed = "a pass changes attributes of its modules"
+                raise NotCapturedError(changed if is_changed else "it prints")
             return replay
         except Exception as error:  # whatever a module may do that CUDA graphs can't
             module_state.put_back(attributes)

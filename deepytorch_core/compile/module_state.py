@@ -95,6 +95,10 @@ class States:
             self._number = self._number_of(tuple(self._last.facts), self._last.known)
         return self._number
 
+    def living(self) -> set[int]:
+        """The numbers of states that may come back."""
+        return {number for number, _ in self._known.values()}
+
     def forget(self) -> None:
         """Let go of what states have kept."""
         self._known.clear()

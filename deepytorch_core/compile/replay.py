@@ -28,7 +28,7 @@ from deepytorch_core import guard
 from deepytorch_core.compile import graphs, host_draws
 from deepytorch_core.compile.module_state import PLAIN
 from deepytorch_core.guard.borrowed_grads import copies_of
-from deepytorch_core.guard.recorder import NotCapturedError, Recorder
+from deepytorch_core.guard.recorder import NotCapturedError, RecordedGraph, Recorder
 from deepytorch_core.nn.deferred_logits import DeferredLogits, WatchedLogits, read
 from deepytorch_core.nn.weight_changes import steps, too_late
 
@@ -167,7 +167,7 @@ class Replay:
         self._check(call, given, expected)
         del self._before
         self._let_go(lent)
-        recorder.keep((self._forward_graph, self._backward_graph))
+        recorder.keep(self.graphs)
 
     def __call__(self, call: Call, token: Token) -> Any:
         """Replay on the call's inputs. Returns what the module would, connected to autograd."""
@@ -269,6 +269,11 @@ class Replay:
         found = self._once_more(call, number, tensors)[leaf]
         logits: Tensor = read(found)
         return logits
+
+    @property
+    def graphs(self) -> tuple[RecordedGraph, RecordedGraph]:
+        """Those of the forward and the backward pass."""
+        return self._forward_graph, self._backward_graph
 
     @property
     def is_differentiable(self) -> list[bool]:

@@ -31,6 +31,14 @@ class BorrowedGrads:
         """More graphs whose memory is lent."""
         self._graphs.extend(graphs)
 
+    def drop(self, graphs: Iterable[object]) -> None:
+        """Let go of these graphs, never to run again; others go on in the same memory."""
+        dropped = list(graphs)
+        self._graphs[:] = [
+            graph for graph in self._graphs if not any(graph is gone for gone in dropped)
+        ]
+        _bury(self._lent, dropped)
+
     def let_go(self) -> None:
         """Let go of all graphs, never to run again. With this object they might stay very long."""
         _bury(self._lent, list(self._graphs))

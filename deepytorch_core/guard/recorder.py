@@ -153,6 +153,10 @@ class Recorder:
         """From now on memory of these may be lent: they stay as long as somebody has some of it."""
         self._borrowed.keep(graphs)
 
+    def drop(self, graphs: Iterable[RecordedGraph]) -> None:
+        """Nobody runs these graphs again; there are others, which keep the memory."""
+        self._borrowed.drop(graphs)
+
     def let_go(self) -> None:
         """Nobody runs the graphs again: their memory is free once nobody has any of it."""
         self._borrowed.let_go()

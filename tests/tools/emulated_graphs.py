@@ -55,6 +55,9 @@ class Emulated(recorder.Recorder):
     def keep(self, graphs: Iterable[Any]) -> None:
         self._borrowed.keep([graph.tensors for graph in graphs])  # as graphs, they know no recorder
 
+    def drop(self, graphs: Iterable[Any]) -> None:
+        self._borrowed.drop([graph.tensors for graph in graphs])
+
     def lacks_memory(self) -> str | None:
         return None
 

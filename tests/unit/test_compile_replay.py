@@ -57,7 +57,7 @@ def _load(name: str) -> Any:
     return module
 
 
-CASES = ("", "_masked", "_causal", "_users", "_layerdrop", "_checkpointed")
+CASES = ("", "_masked", "_causal", "_users", "_layerdrop", "_checkpointed", "_anew")
 cases, masked, causal, users, *others = (_load(f"gpu/test_cuda_graphs{suffix}") for suffix in CASES)
 for _module in (cases, masked, causal, users, *others):
     globals().update(
