@@ -245,6 +245,7 @@ SCRIPT_FIELDS = (
     "arguments",
     "size",
     "goal",
+    "ranks",
     "device",
     *(f"{arm}_ms" for arm in _SCRIPT_ARMS),
     "speedup",

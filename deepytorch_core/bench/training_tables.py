@@ -100,11 +100,13 @@ def _compile_row(record: Record) -> list[str]:
 def scripts(files: Files) -> str:
     titles = {"script": "---", "stock": "---:", "ours": "---:", "times": "---:"}
     titles |= {"again": "---:", "GPU busy": "---:", "steady after": "---:", "kept": "---:"}
-    return _table(_latest(files, ("script", "size", "device")), titles, _script_row)
+    return _table(_latest(files, ("script", "size", "ranks", "device")), titles, _script_row)
 
 
 def _script_row(record: Record) -> list[str]:
-    small = "" if record["size"] == "full" else f" ({record['size']})"
+    how = [record["size"]] if record["size"] != "full" else []
+    how += [f"{record['ranks']} ranks"] if record["ranks"] > 1 else []
+    small = f" ({', '.join(how)})" if how else ""
     again = [record["second_speedup"], *record["second_speedup_spread"]]
     return [
         f"{record['repository']}: {record['script']}{small}",

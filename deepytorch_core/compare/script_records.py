@@ -32,6 +32,7 @@ class Origin:
     arguments: tuple[str, ...]
     size: str
     goal: float
+    ranks: int = 1
 
 
 def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] = ()) -> Record:
@@ -150,8 +151,9 @@ def line(record: Record) -> str:
         gain = f"{gain}, not steady yet (raise --seconds)"
     elif any("still being tried" in remark for remark in record["remarks"]):
         gain = f"{gain}, still being tried (raise --seconds)"
+    name = record["script"] if record["ranks"] == 1 else f"{record['script']} x {record['ranks']}"
     return (
-        f"{record['script']:<28} {record['stock_ms'][1]:>9.2f} ms stock "
+        f"{name:<28} {record['stock_ms'][1]:>9.2f} ms stock "
         f"{record['ours_ms'][1]:>9.2f} ours {record['second_ms'][1]:>9.2f} again: "
         f"{claimed(record, gain)}; {_busy(record)}steady after {_after(record)}; "
         f"{record['kept']} kept; losses: {record['loss_check']}"

@@ -29,8 +29,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from deepytorch_core.base import config
 from deepytorch_core.testing import emulation, worker
 
@@ -66,7 +64,7 @@ class Nursery:
 
     def __init__(self, env: Mapping[str, str], more: Sequence[str] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        known = _OFTEN if env or torch.cuda.is_available() else (*_OFTEN, *_SLOW)
+        known = _OFTEN if env or _has_gpu() else (*_OFTEN, *_SLOW)
         preload = [name for name in known if name in sys.modules]
         arguments = json.dumps([theirs.fileno(), sys.path, [*_PRELOAD, *preload, *more]])
         variables = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **env}
@@ -138,6 +136,12 @@ class Nursery:
             except OSError:
                 pass
         raise RuntimeError("the process that starts test workers died; its standard error says why")
+
+
+def _has_gpu() -> bool:
+    import torch  # not at the top: what the documentation names is imported without
+
+    return torch.cuda.is_available()
 
 
 class Worker:

@@ -438,13 +438,13 @@ def test_plot_of_nothing_is_an_error(tmp_path):
 def script_row(**changes):
     fields = {name: None for name in SCRIPT_FIELDS} | {
         **{"bench": "scripts", "script": "nanogpt", "repository": "karpathy/nanoGPT"},
-        **{"size": "full", "device": "NVIDIA H200", "baseline": "stock", "wrong": 0, "kept": 3},
+        **{"size": "full", "ranks": 1, "device": "NVIDIA H200", "wrong": 0, "kept": 3},
         **{f"{arm}_ms": [9.0, 10.0, 11.0] for arm in ("stock", "ours", "second")},
         **{"speedup": 1.5, "speedup_spread": [1.4, 1.6]},
         **{"second_speedup": 1.75, "second_speedup_spread": [1.7, 1.8]},
         **{"stock_busy": 0.5, "second_busy": 0.98, "ours_to_steady_s": 41.7},
         **{"machine": {"name": "8-core EPYC, NVIDIA H200"}, "versions": {"torch": "2.11.0"}},
-        "commit": "abc123def",
+        **{"baseline": "stock", "commit": "abc123def"},
     }
     assert set(fields) == set(SCRIPT_FIELDS)
     return {**fields, **changes}
@@ -457,5 +457,8 @@ def test_public_scripts_have_a_table():
     assert f"{name} | **1.50** (1.40-1.60) | 1.75x (1.70-1.80) | 50%: 98% | 42 s: ? | 3 |" in text
     assert "other | 10.0 ms | 10.0 ms | not claimed | not claimed |" in text
     assert "9.0" not in text
+    beside = [script_row(), script_row(ranks=2, size="small")]
+    text += tables.render({"scripts.jsonl": beside}, kinds=["scripts"])
+    assert "| karpathy/nanoGPT: nanogpt (small, 2 ranks) | 10.0 ms" in text
     assert "Times faster than stock" in text
     assert "1 runs with differing losses" in text

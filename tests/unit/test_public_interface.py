@@ -230,6 +230,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--size": None,
         "--seconds": "60,150,60",
         "--rounds": 0,
+        "--nproc-per-node": 1,
         "--timeout-s": 1200.0,
         "--json": None,
     },

@@ -139,6 +139,8 @@ def test_missing_packages_are_named(tmp_path: Path) -> None:
     )
     (tmp_path / "thing").mkdir()
     (tmp_path / "thing" / "train.py").write_text("")
+    alone = "it trains on one rank alone: leave --nproc-per-node out"
+    assert list(runs.left_out([script], tmp_path, ranks=2)) == [(script, alone)]
     assert list(runs.left_out([script], tmp_path)) == [(script, "not installed: no_such_package")]
     assert provenance.commit_of("train.py", tmp_path / "thing", is_top=True) == ""
 

@@ -51,6 +51,9 @@ def scripts(
     rounds: Annotated[
         int, typer.Option(min=0, help="Further pairs of runs, stock and ours with what is kept.")
     ] = 0,
+    nproc_per_node: Annotated[
+        int, typer.Option(min=1, help="Ranks of each run; scripts for one rank are left out.")
+    ] = 1,
     timeout_s: Annotated[
         float, typer.Option(min=1, help="Time limit of one run in seconds, its start included.")
     ] = 1200.0,
@@ -77,7 +80,7 @@ def scripts(
     if size == "full" and not torch.cuda.is_available():
         raise BenchError("--size full is for a GPU, and torch sees none: take --size small")
     json = None if json is None else json.absolute()
-    records, failed = run(rows, checkouts.absolute(), size, limits, json)
+    records, failed = run(rows, checkouts.absolute(), size, limits, json=json, ranks=nproc_per_node)
     if json is not None and records:
         console.err().print(f"written: {json}")
     if any(record["wrong"] for record in records):
@@ -90,7 +93,13 @@ def scripts(
 
 
 def run(
-    rows: Sequence["Script"], checkouts: Path, size: "Size", limits: "Limits", json: Path | None
+    rows: Sequence["Script"],
+    checkouts: Path,
+    size: "Size",
+    limits: "Limits",
+    *,
+    json: Path | None,
+    ranks: int = 1,
 ) -> tuple[list["Record"], list[str]]:
     """Measure the scripts that can run; return their records, and the names of failed ones.
 
@@ -102,7 +111,7 @@ def run(
     from deepytorch_core.bench.job import BenchError
     from deepytorch_core.compare import script_records
 
-    absent = {script.name: why for script, why in runs.left_out(rows, checkouts)}
+    absent = {script.name: why for script, why in runs.left_out(rows, checkouts, ranks)}
     tell_left_out(absent)
     able = [script for script in rows if script.name not in absent]
     if not able:
@@ -116,7 +125,9 @@ def run(
         ) as name:
             scratch = Path(name).resolve()
             try:
-                row = runs.measure(script, size, checkout, scratch, limits=limits, show=show)
+                row = runs.measure(
+                    script, size, checkout, scratch, limits=limits, show=show, ranks=ranks
+                )
             except CompareError as error:
                 console.err().print(f"{script.name}: {error}", markup=False, soft_wrap=True)
                 failed.append(script.name)
@@ -124,7 +135,7 @@ def run(
         if row.commit != script.commit:
             out = row.commit or "no commit"
             show(f"{script.name}: read at {script.commit}, checked out is {out}")
-        found = script_records.record_of(origin_of(row), row.samples, row.remarks)
+        found = script_records.record_of(origin_of(row, ranks), row.samples, row.remarks)
         records.append(found)
         if json is not None:
             provenance.write_record(json, found)
@@ -145,7 +156,7 @@ def show(text: str) -> None:
     console.err().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def origin_of(row: "ScriptRow") -> "Origin":
+def origin_of(row: "ScriptRow", ranks: int = 1) -> "Origin":
     from deepytorch_core.compare.script_records import Origin
 
     script = row.script
@@ -156,4 +167,5 @@ def origin_of(row: "ScriptRow") -> "Origin":
         arguments=script.arguments if row.size == "full" else script.small,
         size=row.size,
         goal=script.goal,
+        ranks=ranks,
     )

@@ -65,7 +65,14 @@ def parse_seconds(text: str) -> tuple[float, float, float]:
 
 
 def measure(
-    script: Script, size: Size, checkout: Path, scratch: Path, *, limits: Limits, show: compare.Say
+    script: Script,
+    size: Size,
+    checkout: Path,
+    scratch: Path,
+    *,
+    limits: Limits,
+    show: compare.Say,
+    ranks: int = 1,
 ) -> ScriptRow:
     """Run a script stock, with ours from nothing, and with what ours has kept.
 
@@ -76,6 +83,7 @@ def measure(
         scratch: an empty folder for data, caches and the profile.
         limits: how long the runs last.
         show: told of each run.
+        ranks: of each run; a run of one is no job of torchrun.
 
     Raises CompareError for a run that failed, took too long or took too few steps.
     """
@@ -84,7 +92,7 @@ def measure(
     show(f"{script.name}: making its data")
     script.prepare(data, size)
     called = call(script, size, checkout, data)
-    job = _job(called, limits)
+    job = _job(called, limits, ranks)
     remarks: list[str] = []
     samples: list[Sample] = []
 
@@ -133,25 +141,29 @@ def common(samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-def left_out(scripts: Sequence[Script], checkouts: Path) -> Iterator[tuple[Script, str]]:
+def left_out(
+    scripts: Sequence[Script], checkouts: Path, ranks: int = 1
+) -> Iterator[tuple[Script, str]]:
     """Yield the scripts that can't run, each with how to mend that."""
     for script in scripts:
         place = checkouts / script.checkout
-        if not (place / script.path).is_file():
+        if ranks > 1 and not script.is_distributed:
+            yield script, "it trains on one rank alone: leave --nproc-per-node out"
+        elif not (place / script.path).is_file():
             yield script, f"{place / script.path} is missing: {script.how_to_get()}"
         elif missing := script.missing():
             yield script, f"not installed: {', '.join(missing)}"
 
 
-def _job(called: ScriptCall, limits: Limits) -> compare.Job:
+def _job(called: ScriptCall, limits: Limits, ranks: int) -> compare.Job:
     arguments = (str(called.script), *called.arguments)
     return compare.Job(
         arguments=arguments,
         options=launcher.parse(
-            arguments, command="deepytorch bench scripts", default_processes="1"
+            arguments, command="deepytorch bench scripts", default_processes=str(ranks)
         ),
-        default_processes="1",
-        world_size=1,
+        default_processes=str(ranks),
+        world_size=ranks,
         steps=MOST_STEPS,
         rounds=1,
         arms=(),

@@ -165,6 +165,7 @@ def _trl(name: str, path: str, prepare: Prepare, *more: str) -> Script:
         ),
         prepare=prepare,
         packages=("trl", "transformers", "datasets", *(["peft"] if "--use_peft" in more else [])),
+        is_distributed=True,
     )
 
 
@@ -186,6 +187,7 @@ def _trainers(
             prepare=prepare,
             packages=_LANGUAGE,
             folder="{data}",
+            is_distributed=True,
         )
 
     return of(name), of(f"{name}-bf16", "--bf16")

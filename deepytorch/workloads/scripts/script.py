@@ -36,6 +36,7 @@ class Script:
         packages: what must be installed, by the names to import.
         folder: where the script runs; empty: where it lies.
         variables: of the environment.
+        is_distributed: whether torchrun may start it with several ranks, on CPUs, too.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Script:
     packages: tuple[str, ...] = ()
     folder: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    is_distributed: bool = False
 
     @property
     def checkout(self) -> str:

@@ -142,6 +142,7 @@ def _timm(model: str) -> Script:
         ),
         prepare=_classes,
         packages=("torchvision", "yaml", "huggingface_hub", "safetensors"),
+        is_distributed=True,
     )
 
 
@@ -170,6 +171,7 @@ SCRIPTS = (
         ),
         prepare=_stable_diffusion,
         packages=_DIFFUSER_PACKAGES,
+        is_distributed=True,
     ),
     Script(
         name="diffusers-unconditional",
@@ -192,6 +194,7 @@ SCRIPTS = (
         ),
         prepare=_flowers,
         packages=(*_DIFFUSER_PACKAGES, "tensorboard"),
+        is_distributed=True,
     ),
     Script(
         name="accelerate-cv-resnet50d",
@@ -203,6 +206,7 @@ SCRIPTS = (
         small=("--data_dir={data}/images", "--cpu"),
         prepare=_pets,
         packages=("accelerate", "timm", "torchvision"),
+        is_distributed=True,
     ),
     Script(
         name="lightning-transformer",
