@@ -142,7 +142,6 @@ def _timm(model: str) -> Script:
         ),
         prepare=_classes,
         packages=("torchvision", "yaml", "huggingface_hub", "safetensors"),
-        is_distributed=True,
     )
 
 
