@@ -33,6 +33,8 @@ from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
 from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.saves import Saves
 
+LAST_STEP = "last-step"
+"""In the plan's folder: the number of the step after which all ranks end."""
 PROGRESS = "progress.json"
 """In the plan's folder: rank 0's block times so far, in seconds."""
 STEPPED = "stepped"
@@ -42,6 +44,9 @@ OWN_RANKS = "own_ranks"
 
 # How long ranks wait for each other at the end, and then for the interpreter to come down.
 _FAREWELL_S = 10.0
+# Steps that ranks are apart at most when one of them says which is the last: each step has a
+# collective, so it is one or two.
+_MOST_APART = 4
 _EXIT_S = 30.0
 # A script that catches SystemExit goes on; it is told again at its next steps.
 _MAX_REQUESTS = 3
@@ -240,10 +245,21 @@ class Probe:
             self._leave()
 
     def _note_end(self, clock: StepClock) -> None:
-        if self._last == self._plan.steps and clock.is_over():
-            untimed = UNTIMED_STEPS if self._plan.is_clocked else 0
-            self._last = min(self._plan.steps, self._steps + untimed)
+        if self._last == self._plan.steps and self._plan.seconds is not None:
+            self._last = min(self._plan.steps, self._last_step(clock) or self._plan.steps)
         clock.stepped(self._last - self._steps)
+
+    def _last_step(self, clock: StepClock) -> int | None:
+        """Return the last step of a run whose time is over, the same on all ranks; None before."""
+        untimed = UNTIMED_STEPS if self._plan.is_clocked else 0
+        if config.world_size() == 1:
+            return self._steps + untimed if clock.is_over() else None
+        told = Path(self._plan.folder) / LAST_STEP
+        if config.rank() == 0 and clock.is_over():
+            draft = told.with_suffix(".draft")
+            draft.write_text(str(self._steps + _MOST_APART + untimed), encoding="utf-8")
+            draft.replace(told)
+        return int(told.read_text(encoding="utf-8")) if told.exists() else None
 
     def _tell_progress(self) -> None:
         """Write what rank 0 has measured so far, for who watches this run."""

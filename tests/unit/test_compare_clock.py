@@ -194,5 +194,39 @@ def test_a_probe_ends_a_run_by_time(
     assert probe._steps == 2 + (UNTIMED_STEPS if is_clocked else 0)
 
 
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_ranks_end_a_run_by_time_after_the_same_step(
+    is_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(
+        steps=1000,
+        folder=str(tmp_path),
+        workspace=str(tmp_path),
+        outside=str(tmp_path),
+        began=0.0,
+        seconds=1e-9,
+        is_clocked=True,
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    probes = [Probe(plan), Probe(plan)]
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in probes]
+    left: set[int] = set()
+
+    def step(rank: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(probes[rank], "_leave", lambda: left.add(rank))
+        if rank not in left:
+            probes[rank]._backwards += 1
+            probes[rank]._stepped(optimizers[rank], (), {})
+
+    for number in range(100):
+        step(0)
+        if not is_behind or number:  # by a step
+            step(1)
+    assert left == {0, 1}
+    assert probes[0]._steps == probes[1]._steps
+    assert probes[0]._steps > 2 + UNTIMED_STEPS
+
+
 def _leave() -> None:
     raise Finished
