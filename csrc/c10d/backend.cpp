@@ -47,10 +47,11 @@ std::vector<size_t> counts_of(at::TensorList tensors) {
   return counts;
 }
 
-Backend::Backend(Setup setup) : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
+Backend::Backend(GroupSetup setup)
+    : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
   init();
   delegated_group_ = std::make_shared<const DelegatedWork::Group>(DelegatedWork::Group{
-      rank_, setup_.api, setup_.explain, setup_.options->group_name, setup_.who_died});
+      rank_, setup_.api, setup_.hooks.explain, setup_.options->group_name, setup_.stock.who_died});
   make_comm();
   const std::lock_guard lock(live_mutex);
   live().insert(this);
@@ -72,21 +73,21 @@ void Backend::make_comm() {
                                  rank_,
                                  size_,
                                  global_ranks.data(),
-                                 setup_.native ? 1 : 0,
+                                 setup_.core.native ? 1 : 0,
                                  poll_signals,
                                  nullptr,
-                                 setup_.tune,
-                                 setup_.profile.c_str(),
-                                 setup_.staging_bytes,
-                                 setup_.raise_errors ? 1 : 0,
-                                 setup_.explain ? explain_failure : nullptr,
+                                 setup_.core.tune,
+                                 setup_.core.profile.c_str(),
+                                 setup_.core.staging_bytes,
+                                 setup_.core.raise_errors ? 1 : 0,
+                                 setup_.hooks.explain ? explain_failure : nullptr,
                                  this};
   const dpt_store store = store_table(setup_.store.get());
   const dpt_delegate delegate{this,
                               start_on_delegate,
                               run_on_delegate,
-                              setup_.delegate_competes ? execute_on_delegate : nullptr,
-                              setup_.by_nodes ? start_by_nodes : nullptr,
+                              setup_.stock.competes ? execute_on_delegate : nullptr,
+                              setup_.stock.make_by_nodes ? start_by_nodes : nullptr,
                               is_delegate_waiting,
                               abandon_on_device};
   dpt_error error{};
@@ -162,7 +163,7 @@ void Backend::abandon_on_device(void* context) {
 
 void Backend::explain_failure(void* context, const char* failure, char* sentence, size_t bytes) {
   std::snprintf(
-      sentence, bytes, "%s", static_cast<Backend*>(context)->setup_.explain(failure).c_str());
+      sentence, bytes, "%s", static_cast<Backend*>(context)->setup_.hooks.explain(failure).c_str());
 }
 
 void Backend::let_others_make_it() {
@@ -192,7 +193,7 @@ void Backend::rejoin() {
 }
 
 void Backend::tell_closed() {
-  if (const auto closed = std::exchange(setup_.closed, nullptr)) closed();
+  if (const auto closed = std::exchange(setup_.hooks.closed, nullptr)) closed();
 }
 
 void Backend::shutdown() {
@@ -230,7 +231,7 @@ int Backend::poll_signals(void*) {
 [[gnu::cold, gnu::noinline]] BackendPtr Backend::delegate_for(const std::string& device_type,
                                                               std::chrono::milliseconds limit) {
   const std::chrono::duration<double> limit_s = limit;
-  return make_once(device_type, [&] { return setup_.make_delegate(device_type, limit_s.count()); });
+  return make_once(device_type, [&] { return setup_.stock.make(device_type, limit_s.count()); });
 }
 
 [[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device, Milliseconds limit) {
@@ -249,7 +250,7 @@ int Backend::poll_signals(void*) {
 [[gnu::cold, gnu::noinline]] BackendPtr Backend::hierarchy_for(const std::string& device_type,
                                                                const std::vector<int>& node_of) {
   return make_once(device_type + " by nodes",
-                   [&] { return setup_.make_hierarchy(device_type, node_of); });
+                   [&] { return setup_.stock.make_by_nodes(device_type, node_of); });
 }
 
 [[gnu::cold, gnu::noinline]] BackendPtr Backend::make_once(
@@ -337,15 +338,14 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
 
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
   check_open(what);
-  note_given(what);
+  what.note_given(size_);
   if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
-  const bool is_collective = what.collective != DPT_SEND && what.collective != DPT_RECV;
-  if (setup_.compare && is_collective) setup_.compare(signature_of(what));
+  checks_.compare(what);
   const uint64_t sequence = ++sequence_;
-  if (!is_collective) ++messages_;
-  if (setup_.inspect) inspect(what, sequence);
+  if (what.is_message()) ++messages_;
+  checks_.inspect(what, sequence, comm_);
   if (what.results.empty()) what.results = what.outputs;
-  const at::Device device = device_of(what);
+  const at::Device device = what.device();
   if (device.is_cuda()) {
     if (WorkPtr work; start_known(what, replay, &work)) {
       return coalescing_ ? note_coalesced(std::move(work), what) : work;
@@ -354,13 +354,13 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
     Submitted submitted(*this, std::move(what), replay);
     return note_coalesced(submit_on_device(submitted, sequence), submitted.call);
   }
-  if (device.is_cpu()) note_written(what);
+  if (device.is_cpu()) what.note_written();
   const InCollective counted;
   std::optional<std::string> not_native;
   if (what.not_native != nullptr) not_native = what.not_native;
   if (!not_native) not_native = why_not_host(what.inputs);
   if (!not_native && !what.in_place) not_native = why_not_host(what.outputs);
-  if (!setup_.native || not_native) {
+  if (!setup_.core.native || not_native) {
     Submitted submitted(*this, std::move(what), replay);
     hand_over(submitted, not_native);
     return note_coalesced(watched(submitted), submitted.call);
@@ -372,7 +372,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
 
   using Direction = Contiguous::Direction;
   const auto inputs = std::make_shared<Contiguous>(
-      call.inputs, call.in_place ? in_place_direction(call) : Direction::kInput);
+      call.inputs, call.in_place ? call.in_place_direction(rank_) : Direction::kInput);
   const auto outputs =
       call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
   const std::vector<void*> input_pointers = inputs->pointers();
@@ -399,10 +399,10 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   NativeWork::Options work_options{rank_,
                                    call.op_type,
                                    call.title,
-                                   profiled_as(call, at::kCPU),
+                                   setup_.profiled_as(call.title, at::kCPU),
                                    sequence,
                                    call.results.vec(),
-                                   setup_.explain};
+                                   setup_.hooks.explain};
   work_options.finalize = [inputs, outputs, submitted] {
     if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
     outputs->copy_back();
@@ -419,7 +419,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, *submitted, work, &outcome);
   work->record_as(setup_.api, submitted->recorded);
-  if (request.asynchronous != 0) note_place(request, submitted->recorded);
+  if (request.asynchronous != 0) calling_lines_.note(request, submitted->recorded);
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = watched(*submitted);
@@ -442,46 +442,36 @@ void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& 
   request.asynchronous |= coalescing_ ? 1 : 0;
   dpt_outcome outcome = DPT_DELEGATED;
   submit_to_core(request, submitted, nullptr, &outcome);
-  note_place(request, submitted.recorded);
+  calling_lines_.note(request, submitted.recorded);
 }
 
-[[gnu::hot]] void Backend::note_place(const dpt_request& request, uint64_t recorded) {
-  if (recorded != 0 && calling_lines_.is_due(request)) find_place(recorded);
+dpt_request Backend::describe(Submitted& submitted) const {
+  dpt_request request = submitted.call.describe();
+  request.call = &submitted;
+  request.recorded = &submitted.recorded;
+  request.timeout_ms = setup_.limit_of(submitted.call.timeout).count();
+  return request;
 }
 
-[[gnu::cold, gnu::noinline]] void Backend::find_place(uint64_t recorded) const {
-  if (const std::optional<CodeLine> line = CallingLines::find()) {
-    const dpt_place place = place_of(*line);
-    setup_.api->record_place(recorded, &place);
-  }
+void Backend::check_open(const Call& call) const {
+  if (comm_ != nullptr) return;
+  std::rethrow_exception(make_exception(DPT_ERR_ABORTED,
+                                        join_text({"deepytorch: ",
+                                                   call.title,
+                                                   ": process group ",
+                                                   setup_.options->group_name,
+                                                   " was destroyed"})));
 }
 
-// One rank's bad numbers would be in everybody's result: no rank goes on, and all hear whose.
-void Backend::inspect(const Call& call, uint64_t sequence) {
-  const auto op = call.reduce_op.op_;
-  const bool sums =
-      op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::PREMUL_SUM;
-  const bool reduces = call.op_type == c10d::OpType::ALLREDUCE ||
-                       call.op_type == c10d::OpType::REDUCE ||
-                       call.op_type == c10d::OpType::REDUCE_SCATTER ||
-                       call.op_type == c10d::OpType::_REDUCE_SCATTER_BASE;
-  if (!sums || !reduces) return;
-  for (const at::Tensor& tensor : call.inputs) {
-    const std::string fault = setup_.inspect(tensor);
-    if (fault.empty()) continue;
-    const std::string text =
-        join_text({call.title,
-                   " #",
-                   std::to_string(sequence),
-                   " of group ",
-                   setup_.options->group_name,
-                   ": rank ",
-                   std::to_string(setup_.options->global_ranks_in_group[rank_]),
-                   " gave ",
-                   fault});
-    setup_.api->comm_abort(comm_, text.c_str());
-    std::rethrow_exception(make_exception(DPT_ERR_ABORTED, text));
-  }
+void Backend::check_root(const char* op, int64_t root) const {
+  DPT_CHECK_VALUE(root >= 0 && root < size_,
+                  {op,
+                   " on rank ",
+                   std::to_string(rank_),
+                   ": root ",
+                   std::to_string(root),
+                   " is not a rank of this group of ",
+                   std::to_string(size_)});
 }
 
 void Backend::submit_to_core(const dpt_request& request,
@@ -509,7 +499,8 @@ void Backend::submit_to_core(const dpt_request& request,
                                                          const dpt_error& error) const {
   note_failure();
   if (status == DPT_ERR_DELEGATE) std::rethrow_exception(delegates);
-  std::rethrow_exception(make_exception(status, explained(setup_.explain, status, error.message)));
+  std::rethrow_exception(
+      make_exception(status, explained(setup_.hooks.explain, status, error.message)));
 }
 
 WorkPtr Backend::watched(const Submitted& submitted) {

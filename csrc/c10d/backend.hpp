@@ -19,73 +19,24 @@
 #include <vector>
 
 #include "abandonment.hpp"
+#include "call.hpp"
+#include "call_checks.hpp"
 #include "calling_lines.hpp"
 #include "convert.hpp"
 #include "deepytorch.h"
 #include "delegated_work.hpp"
 #include "device.hpp"
+#include "group_setup.hpp"
 #include "replay.hpp"
 #include "work.hpp"
 
 namespace dpt::c10d_adapter {
 
-using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-using Milliseconds = std::chrono::milliseconds;
-
 class Backend : public c10d::Backend {
  public:
-  struct Options : c10d::Backend::Options {
-    explicit Options(Milliseconds timeout = kBackendDefaultTimeout,
-                     const std::string& name = "deepytorch")
-        : c10d::Backend::Options(name, timeout) {}
+  using Options = GroupOptions;
 
-    // NOTE [Gloo's layout] Where a group is called gloo, DDP's logger takes its backend for
-    // ProcessGroupGloo, unasked, and reads options->threads. So options and threads lie where that
-    // class has them: two words behind c10d's members, and behind a list of devices.
-    std::vector<std::shared_ptr<void>> devices;
-    int threads = 2;
-  };
-
-  struct Setup {
-    c10::intrusive_ptr<c10d::Store> store;
-    int rank;
-    int size;
-    c10::intrusive_ptr<Options> options;  // timeout, group name, global ranks; see [Gloo's layout]
-    // Makes the stock backend for a device type ("cpu", "cuda"); called at most once for each.
-    std::function<BackendPtr(const std::string&, double limit_s)> make_delegate;
-    // Makes the one that goes through nodes in stages; likewise.
-    std::function<BackendPtr(const std::string&, const std::vector<int>&)> make_hierarchy;
-    // "rank 1 (pid 4711) died", or nothing; asked after the stock backend failed on host memory.
-    std::function<std::string()> who_died;
-    bool native;
-    // The group was asked for as "deepytorch". Others bear the names of the stock backends that we
-    // stand for, since programs branch on them.
-    bool own_name;
-    const dpt_api* api;
-    dpt_tune tune = DPT_TUNE_OFF;
-    std::string profile;        // path; empty: none
-    size_t staging_bytes = 0;   // 0: the core's default
-    bool raise_errors = false;  // of GPUs; else they end the process
-    // Says what is wrong with a tensor that is going to be summed, or nothing; unset: nobody asks.
-    std::function<std::string(const at::Tensor&)> inspect;
-    bool delegate_competes = false;  // native code must be faster than the stock backend
-    bool by_nodes = false;           // the stock backend may go through nodes in stages
-    // Gives the words to be said before the failure of an operation, or nothing.
-    std::function<std::string(const std::string& failure)> explain;
-    // Compares what this rank is about to start with the other ranks', and throws where they
-    // differ; empty: nobody asked for that.
-    std::function<void(const std::string& call)> compare;
-    // Called when the group has ended, or its last holder has gone; unset: nobody asked for that.
-    std::function<void()> closed;
-    // Registered memory on GPUs, where this process has any; unset: NCCL allocates.
-    struct DeviceMemory {
-      std::function<bool()> is_there;
-      std::function<at::Tensor(int64_t size, at::ScalarType dtype, at::Device device)> allocate;
-    };
-    DeviceMemory device_memory = {};
-  };
-
-  explicit Backend(Setup setup);
+  explicit Backend(GroupSetup setup);
   ~Backend() override;
 
   // Ends the native part of every group of this process, after what is under way. At the
@@ -176,53 +127,14 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  private:
-  // A request of c10d's. The lists are the caller's, or temporary ones of the same expression.
-  struct Call {
-    dpt_collective collective;
-    c10d::OpType op_type;
-    const char* title;  // c10d's name of the operation
-    Milliseconds timeout = c10d::kUnsetTimeout;
-    bool asynchronous = true;
-    at::TensorList inputs;
-    at::TensorList outputs;
-    bool in_place = false;             // outputs are the inputs
-    bool uneven = false;               // the parts differ in size
-    const char* not_native = nullptr;  // why the stock backend has to serve it
-    c10d::ReduceOp reduce_op;
-    dpt_reduce_op core_reduce_op = DPT_NO_REDUCE;
-    int root = 0;
-    int tag = 0;
-    std::shared_ptr<int> source;  // of a recv: receives the sender's rank
-    at::TensorList results;       // what the future gives; outputs when empty
-    at::TensorList shown;         // whose shapes a profile tells; inputs when empty
-    // Runs after a native operation, before anyone is told of its end.
-    std::function<void()> after;
-  };
-  // Its name in a profile, as the stock backend's: "gloo:all_reduce"; empty while nothing profiles.
-  std::string profiled_as(const Call& call, at::DeviceType device) const;
-  // All ranks must say this alike of a collective.
-  std::string signature_of(const Call& call) const;
-  // The device of its tensors; the host if it has none.
-  static at::Device device_of(const Call& call) {
-    if (!call.inputs.empty()) return call.inputs[0].device();
-    if (!call.outputs.empty()) return call.outputs[0].device();
-    return at::kCPU;
-  }
   struct Submitted;  // one call on its way through the core and, perhaps, the delegate
 
   // Throws where the group was destroyed.
   void check_open(const Call& call) const;
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
-  static void note_written(const Call& call);
-  Contiguous::Direction in_place_direction(const Call& call) const;
-  void note_given(const Call& call) const;
-  // Once it has begun, so that other ranks don't wait for this one's GIL.
-  void note_place(const dpt_request& request, uint64_t recorded);
-  void find_place(uint64_t recorded) const;
   // The delegate's work as the caller gets it.
   WorkPtr watched(const Submitted& submitted);
-  void inspect(const Call& call, uint64_t sequence);
   // The short way of what is known to be the stock backend's; false: take the other.
   bool start_known(const Call& call, const Replay& replay, WorkPtr* work);
   WorkPtr submit_on_device(Submitted& submitted, uint64_t sequence);
@@ -231,15 +143,8 @@ class Backend : public c10d::Backend {
                       const Submitted& submitted,
                       c10::intrusive_ptr<NativeWork> work,
                       dpt_outcome* outcome);
-  // The request without its buffers: `count` and `dtype` describe one buffer; unless parts are
-  // uneven, every buffer has the same.
+  // The request without its buffers.
   dpt_request describe(Submitted& submitted) const;
-  // The call's own limit, or the group's.
-  Milliseconds limit_of(const Call& call) const {
-    return call.timeout == c10d::kUnsetTimeout ? setup_.options->timeout : call.timeout;
-  }
-  // Also without what only matters once it waits, or the core starts it.
-  static dpt_request describe(const Call& call);
   // Counts it in when a group of calls is open.
   WorkPtr note_coalesced(WorkPtr work, const Call& call);
   // Some of a list's operations, by their places in it.
@@ -305,7 +210,7 @@ class Backend : public c10d::Backend {
   bool end_comm();
   void tell_closed();
 
-  Setup setup_;  // first: see [Gloo's layout]
+  GroupSetup setup_;  // first: see [Gloo's layout]
   std::shared_ptr<const DelegatedWork::Group> delegated_group_;
   DeviceStreams streams_{setup_.api};
   DelegatedStream delegated_{setup_.api};
@@ -321,7 +226,8 @@ class Backend : public c10d::Backend {
   std::map<std::string, BackendPtr> delegates_;
   std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
   Abandonment abandonment_;
-  CallingLines calling_lines_;
+  CallingLines calling_lines_{setup_.api};
+  CallChecks checks_{setup_};
   bool coalescing_ = false;
   std::atomic<int> askers_{0};  // threads in coalesced() that ask
   std::vector<WorkPtr> coalesced_;

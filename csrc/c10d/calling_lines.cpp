@@ -42,4 +42,11 @@ int64_t coarse_now_ns() {
   return found;
 }
 
+[[gnu::cold, gnu::noinline]] void CallingLines::record(uint64_t recorded) const {
+  if (const std::optional<CodeLine> line = find()) {
+    const dpt_place place = place_of(*line);
+    api_->record_place(recorded, &place);
+  }
+}
+
 }  // namespace dpt::c10d_adapter

@@ -78,7 +78,7 @@ void copy_back(const std::vector<at::Tensor>& list, const at::Tensor& message) {
 bool Backend::is_only_asked_for(const Call& call) const {
   if (asking == nullptr || asking->backend != this) return false;
   asking->are_plain =
-      asking->are_plain && device_of(call) == asking->device &&
+      asking->are_plain && call.device() == asking->device &&
       describe_plain(call, asking->device, &asking->requests.emplace_back(dpt_request{}));
   return true;
 }
@@ -90,7 +90,7 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
                            c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together) {
   std::vector<WorkPtr> parts;
   Places started;
-  const bool is_debugged = setup_.inspect || setup_.compare;
+  const bool is_debugged = checks_.are_on();
   if (together && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_ && !is_debugged) {
     Asking mine{this, inputs[0].device()};
     {

@@ -422,7 +422,8 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   try {
     hand_over(submitted, "monitored");
   } catch (const std::exception& error) {
-    const std::string words = failed_monitored_barrier(text_of(error), limit_of(submitted.call));
+    const std::string words =
+        failed_monitored_barrier(text_of(error), setup_.limit_of(submitted.call.timeout));
     if (words.empty()) throw;
     C10_THROW_ERROR(DistBackendError, words);
   }

@@ -83,8 +83,8 @@ int Backend::is_busy(void* call) {
   if (call.uneven || call.not_native != nullptr) return false;
   if (why_not_plain(call.inputs, device) != nullptr) return false;
   if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) return false;
-  *request = describe(call);
-  request->timeout_ms = limit_of(call).count();
+  *request = call.describe();
+  request->timeout_ms = setup_.limit_of(call.timeout).count();
   request->on_device = 1;
   request->device = device.index();
   return true;
@@ -93,7 +93,7 @@ int Backend::is_busy(void* call) {
 [[gnu::hot, gnu::flatten]] bool Backend::start_known(const Call& call,
                                                      const Replay& replay,
                                                      WorkPtr* work) {
-  const at::Device device = device_of(call);
+  const at::Device device = call.device();
   dpt_request request;
   if (!describe_plain(call, device, &request)) return false;
   bool is_known = false;
@@ -118,7 +118,7 @@ int Backend::is_busy(void* call) {
     }
   });
   if (status != DPT_OK) throw_failure(status, failure, error);
-  note_place(request, recorded);
+  calling_lines_.note(request, recorded);
   return is_known;
 }
 
@@ -152,7 +152,7 @@ Backend::Places Backend::start_together(
     for (const size_t place : places) setup_.api->record_end(recorded[place], status, 1);
   });
   if (status != DPT_OK) throw_failure(status, failure, error);
-  for (const size_t place : places) note_place(requests[place], recorded[place]);
+  for (const size_t place : places) calling_lines_.note(requests[place], recorded[place]);
   return places;
 }
 
@@ -162,7 +162,6 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   if (used_device_ < 0 && call.collective != DPT_BARRIER) used_device_ = device.index();
 
   const auto parts = static_cast<size_t>(size_);
-  const bool gives_parts = call.collective == DPT_REDUCE_SCATTER || call.collective == DPT_SCATTER;
   const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
   const bool exchanges = call.collective == DPT_ALL_TO_ALL;
   const bool lists = takes_lists(call.op_type);
@@ -176,7 +175,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   std::optional<Contiguous> given;
   std::optional<Contiguous> taken;
   if (not_native == nullptr) {  // sparse ones, for one, have none
-    inputs = pointers_of(call.inputs, gives_parts || exchanges ? parts : 1);
+    inputs = pointers_of(call.inputs, call.gives_parts() || exchanges ? parts : 1);
     outputs = pointers_of(call.outputs, takes_parts || exchanges ? parts : 1);
     const bool gives_rows = why_not_plain(call.inputs, device) != nullptr;
     const bool takes_rows = !call.in_place && why_not_plain(call.outputs, device) != nullptr;
@@ -208,9 +207,9 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, submitted, nullptr, &outcome);
-  note_place(request, submitted.recorded);
+  calling_lines_.note(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return watched(submitted);
-  note_written(call);
+  call.note_written();
   std::exception_ptr failure;
   if (taken) {
     const c10::StreamGuard behind(*submitted.stream);
@@ -229,7 +228,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
     tensors.insert(tensors.end(), used.begin(), used.end());
   }
   auto work = c10::make_intrusive<DeviceWork>(
-      rank_, call.op_type, profiled_as(call, at::kCUDA), sequence, call.results.vec());
+      rank_, call.op_type, setup_.profiled_as(call.title, at::kCUDA), sequence, call.results.vec());
   work->started(*submitted.stream, std::move(tensors));
   if (failure) std::rethrow_exception(failure);  // the work holds back what is in use
   return work;

@@ -13,6 +13,7 @@
 namespace py = pybind11;
 using dpt::c10d_adapter::Backend;
 using dpt::c10d_adapter::BackendPtr;
+using dpt::c10d_adapter::GroupSetup;
 using dpt::c10d_adapter::Hierarchy;
 using dpt::c10d_adapter::Milliseconds;
 
@@ -110,7 +111,7 @@ std::function<std::string(const at::Tensor&)> wrap_inspect(py::object inspect) {
   };
 }
 
-decltype(Backend::Setup::device_memory) wrap_memory(py::object memory) {
+GroupSetup::DeviceMemory wrap_memory(py::object memory) {
   if (memory.is_none()) return {};
   const auto held = hold(std::move(memory));
   return {[held] {
@@ -231,32 +232,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         auto options = c10::make_intrusive<Backend::Options>(timeout, name);
         options->group_name = group_name;
         options->global_ranks_in_group = global_ranks;
-        decltype(Backend::Setup::make_hierarchy) make_hierarchy;
+        decltype(GroupSetup::Stock::make_by_nodes) make_by_nodes;
         if (by_nodes) {
-          make_hierarchy =
+          make_by_nodes =
               wrap_factory<const std::string&, const std::vector<int>&>(delegates.attr("by_nodes"));
         }
-        Backend::Setup setup{.store = store,
-                             .rank = rank,
-                             .size = size,
-                             .options = std::move(options),
-                             .make_delegate = wrap_factory<const std::string&, double>(delegates),
-                             .make_hierarchy = std::move(make_hierarchy),
-                             .who_died = who_died(delegates),
-                             .native = native,
-                             .own_name = name == "deepytorch",
-                             .api = core_api(),
-                             .tune = parse_tune(tune),
-                             .profile = profile,
-                             .staging_bytes = staging_bytes,
-                             .raise_errors = raise_errors,
-                             .inspect = wrap_inspect(std::move(inspect)),
-                             .delegate_competes = delegate_competes,
-                             .by_nodes = by_nodes,
-                             .explain = wrap_explain(std::move(explain)),
-                             .compare = wrap_compare(std::move(compare)),
-                             .closed = wrap_closed(std::move(closed)),
-                             .device_memory = wrap_memory(std::move(device_memory))};
+        GroupSetup setup{.store = store,
+                         .rank = rank,
+                         .size = size,
+                         .options = std::move(options),
+                         .api = core_api(),
+                         .own_name = name == "deepytorch",
+                         .stock = {.make = wrap_factory<const std::string&, double>(delegates),
+                                   .make_by_nodes = std::move(make_by_nodes),
+                                   .who_died = who_died(delegates),
+                                   .competes = delegate_competes},
+                         .core = {.native = native,
+                                  .tune = parse_tune(tune),
+                                  .profile = profile,
+                                  .staging_bytes = staging_bytes,
+                                  .raise_errors = raise_errors},
+                         .hooks = {.explain = wrap_explain(std::move(explain)),
+                                   .compare = wrap_compare(std::move(compare)),
+                                   .inspect = wrap_inspect(std::move(inspect)),
+                                   .closed = wrap_closed(std::move(closed))},
+                         .device_memory = wrap_memory(std::move(device_memory))};
         // A store may be Python's, and be asked by a thread of the core meanwhile.
         const py::gil_scoped_release no_gil;
         return c10::make_intrusive<Backend>(std::move(setup));

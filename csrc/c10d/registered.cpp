@@ -46,7 +46,7 @@ class RegisteredAllocator : public c10::Allocator {
 // c10d passes the device's index alone. CPU devices have none as a rule, and accelerators have one
 // where it matters (FSDP2).
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
-  if (index < 0 && barrier_device_.is_cpu()) return setup_.native && size_ > 1;
+  if (index < 0 && barrier_device_.is_cpu()) return setup_.core.native && size_ > 1;
   if (!at::hasCUDA()) return false;
   if (has_device_memory()) return true;
   try {
@@ -58,7 +58,7 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
 
 // As long as nobody has timed whole trainings with it, it is for who asks for native collectives.
 bool Backend::has_device_memory() const {
-  return setup_.native && size_ > 1 && setup_.device_memory.is_there &&
+  return setup_.core.native && size_ > 1 && setup_.device_memory.is_there &&
          setup_.device_memory.is_there();
 }
 

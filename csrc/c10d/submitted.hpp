@@ -34,7 +34,7 @@ struct Backend::Submitted {
     replay = kept_replay_.get();
   }
 
-  at::Device device() const { return device_of(call); }
+  at::Device device() const { return call.device(); }
 
  private:
   std::vector<at::Tensor> inputs_;
