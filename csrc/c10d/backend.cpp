@@ -24,8 +24,6 @@ thread_local std::exception_ptr pending_signal;
 // How long rank 0 stays for ranks that are still making the group; they are at it together.
 constexpr std::chrono::seconds kMakingLimit{5};
 constexpr const char* kMadeKey = "deepytorch/made/";
-constexpr const char* kCpu = "cpu";
-constexpr const char* kCuda = "cuda";
 
 // Every backend that is alive, for finish_all.
 std::mutex live_mutex;
@@ -104,9 +102,8 @@ Backend::~Backend() {
   // Delegates end their threads too, and one of those may be waiting for Python's lock.
   without_gil([&] {
     if (comm_ != nullptr) setup_.api->comm_destroy(comm_);
-    abandonment_.settle();
+    delegates_.settle();
     delegates_.clear();
-    known_delegates_ = {};
     tell_closed();
   });
 }
@@ -120,45 +117,21 @@ bool Backend::supportsCoalescing() const { return at::hasCUDA(); }
 void Backend::setTimeout(Milliseconds timeout) {
   timeout = std::min(timeout, kLongestWait);
   setup_.options->timeout = timeout;
-  std::lock_guard lock(delegates_mutex_);
-  later_timeout_ = timeout;
-  for (auto& [device, delegate] : delegates_) delegate->setTimeout(timeout);
+  delegates_.set_timeout(timeout);
 }
 
-c10d::ErrorType Backend::getError() {
-  std::lock_guard lock(delegates_mutex_);
-  for (auto& [device, delegate] : delegates_) {
-    if (device == kCpu) continue;  // gloo has no such question
-    const c10d::ErrorType error = delegate->getError();
-    if (error != c10d::ErrorType::SUCCESS) return error;
-  }
-  return c10d::ErrorType::SUCCESS;
-}
+c10d::ErrorType Backend::getError() { return delegates_.error(); }
 
 void Backend::abort() {
   if (comm_ != nullptr) {
     setup_.api->comm_abort(comm_, "the process group was aborted (ProcessGroup.abort)");
   }
-  std::map<std::string, BackendPtr> delegates;
-  {
-    std::lock_guard lock(delegates_mutex_);
-    delegates = delegates_;
-  }
-  for (auto& [device, delegate] : delegates) delegate->abort();
+  delegates_.abort();
 }
 
 void Backend::abandon_on_device(void* context) {
   Backend& backend = *static_cast<Backend*>(context);
-  std::vector<BackendPtr> delegates;
-  {
-    std::lock_guard lock(backend.delegates_mutex_);
-    for (const auto& [device, delegate] : backend.delegates_) {
-      if (device != kCpu) delegates.push_back(delegate);
-    }
-  }
-  if (delegates.empty()) return;
-  backend.abandonment_.begin(std::move(delegates),
-                             [&backend] { return backend.delegated_.is_starting(); });
+  backend.delegates_.abandon([&backend] { return backend.delegated_.is_starting(); });
 }
 
 void Backend::explain_failure(void* context, const char* failure, char* sentence, size_t bytes) {
@@ -181,7 +154,7 @@ bool Backend::end_comm() {
   bool abandoned = false;
   without_gil([&] {
     if (comm != nullptr) setup_.api->comm_destroy(comm);
-    abandoned = abandonment_.settle();
+    abandoned = delegates_.settle();
   });
   return abandoned;
 }
@@ -198,18 +171,8 @@ void Backend::tell_closed() {
 
 void Backend::shutdown() {
   const bool abandoned = end_comm();
-  std::map<std::string, BackendPtr> delegates;
-  {
-    std::lock_guard lock(delegates_mutex_);
-    delegates.swap(delegates_);
-    known_delegates_ = {};
-  }
   without_gil([&] {
-    for (auto& [device, delegate] : delegates) {
-      // In good order it would wait for what never ends.
-      if (!abandoned || device == kCpu) delegate->shutdown();
-    }
-    delegates.clear();
+    delegates_.shutdown(abandoned);
     tell_closed();
   });
 }
@@ -228,46 +191,6 @@ int Backend::poll_signals(void*) {
   return pending_signal != nullptr;
 }
 
-[[gnu::cold, gnu::noinline]] BackendPtr Backend::delegate_for(const std::string& device_type,
-                                                              std::chrono::milliseconds limit) {
-  const std::chrono::duration<double> limit_s = limit;
-  return make_once(device_type, [&] { return setup_.stock.make(device_type, limit_s.count()); });
-}
-
-[[gnu::hot]] BackendPtr Backend::delegate_of(const at::Device& device, Milliseconds limit) {
-  BackendPtr& known = known_delegates_[device.is_cuda() ? 1 : 0];
-  const bool is_usual = device.is_cuda() || device.is_cpu();
-  if (is_usual) {
-    std::lock_guard lock(delegates_mutex_);
-    if (known) return known;
-  }
-  BackendPtr made = delegate_for(c10::DeviceTypeName(device.type(), /*lower_case=*/true), limit);
-  if (!is_usual) return made;
-  std::lock_guard lock(delegates_mutex_);
-  return known = std::move(made);
-}
-
-[[gnu::cold, gnu::noinline]] BackendPtr Backend::hierarchy_for(const std::string& device_type,
-                                                               const std::vector<int>& node_of) {
-  return make_once(device_type + " by nodes",
-                   [&] { return setup_.stock.make_by_nodes(device_type, node_of); });
-}
-
-[[gnu::cold, gnu::noinline]] BackendPtr Backend::make_once(
-    const std::string& key, const std::function<BackendPtr()>& make) {
-  // Making one takes the GIL and meets the other ranks, so the map's own lock is not held for it.
-  std::lock_guard making(making_mutex_);
-  {
-    std::lock_guard lock(delegates_mutex_);
-    const auto found = delegates_.find(key);
-    if (found != delegates_.end()) return found->second;
-  }
-  BackendPtr made = make();
-  std::lock_guard lock(delegates_mutex_);
-  if (later_timeout_) made->setTimeout(*later_timeout_);  // it may be older than we are
-  return delegates_.emplace(key, std::move(made)).first->second;
-}
-
 dpt_status Backend::start_on_delegate(void* context, void* call, dpt_error* error) {
   return start_by_nodes(context, call, nullptr, error);
 }
@@ -281,7 +204,8 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
       const Milliseconds own = submitted->call.timeout;
       const Milliseconds limit =
           own == c10d::kUnsetTimeout ? Milliseconds{} : std::max(own, Milliseconds(1));
-      submitted->delegated = backend.start(*submitted->replay, backend.delegate_of(device, limit));
+      submitted->delegated =
+          backend.start(*submitted->replay, backend.delegates_.of(device, limit));
       return DPT_OK;
     }
     submitted->delegated =
@@ -305,8 +229,7 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
   if (from != current) there.reset_stream(from);
   // Operations that belong together for NCCL stay in one piece.
   const bool staged = node_of != nullptr && !coalescing_;
-  return start(replay,
-               staged ? hierarchy_for(kCuda, {node_of, node_of + getSize()}) : delegate_of(device));
+  return start(replay, staged ? delegates_.by_nodes("cuda", node_of) : delegates_.of(device));
 }
 
 dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error) {

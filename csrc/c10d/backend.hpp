@@ -7,24 +7,21 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "abandonment.hpp"
 #include "call.hpp"
 #include "call_checks.hpp"
 #include "calling_lines.hpp"
 #include "convert.hpp"
 #include "deepytorch.h"
 #include "delegated_work.hpp"
+#include "delegates.hpp"
 #include "device.hpp"
 #include "group_setup.hpp"
 #include "replay.hpp"
@@ -180,14 +177,7 @@ class Backend : public c10d::Backend {
                                   const std::exception_ptr& delegates,
                                   const dpt_error& error) const;
   WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
-  // `limit`: how long the other ranks are waited for if it is made now; 0: as long as the group
-  // waits.
-  BackendPtr delegate_for(const std::string& device_type, std::chrono::milliseconds limit = {});
-  // The same, without a search for what was made before.
-  BackendPtr delegate_of(const at::Device& device, Milliseconds limit = {});
   std::string failed_monitored_barrier(const std::string& text, Milliseconds limit) const;
-  BackendPtr hierarchy_for(const std::string& device_type, const std::vector<int>& node_of);
-  BackendPtr make_once(const std::string& key, const std::function<BackendPtr()>& make);
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
   static dpt_waits is_delegate_waiting(void* context);
@@ -220,12 +210,7 @@ class Backend : public c10d::Backend {
   pid_t made_in_ = ::getpid();  // a forked child has no business in the store
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> messages_{0};  // of those, the sends and receives
-  std::mutex making_mutex_;
-  std::mutex delegates_mutex_;
-  std::optional<Milliseconds> later_timeout_;  // set since this was made
-  std::map<std::string, BackendPtr> delegates_;
-  std::array<BackendPtr, 2> known_delegates_;  // those for "cpu" and "cuda"
-  Abandonment abandonment_;
+  Delegates delegates_{setup_};
   CallingLines calling_lines_{setup_.api};
   CallChecks checks_{setup_};
   bool coalescing_ = false;

@@ -156,15 +156,14 @@ dpt_status Backend::execute_on_delegate(void* context,
     }
     Backend& backend = *static_cast<Backend*>(context);
     if (!on_device) {
-      start_request(*backend.delegate_of(at::kCPU), *request)->wait();
+      start_request(*backend.delegates_.of(at::kCPU), *request)->wait();
       return DPT_OK;
     }
     const c10::Stream& stream = *static_cast<Submitted*>(request->call)->stream;
     const DelegatedStream::Call starting(backend.delegated_, stream);
     const int* const node_of = request->node_of;
-    const BackendPtr stock =
-        node_of != nullptr ? backend.hierarchy_for("cuda", {node_of, node_of + backend.getSize()})
-                           : backend.delegate_of(at::kCUDA);
+    const BackendPtr stock = node_of != nullptr ? backend.delegates_.by_nodes("cuda", node_of)
+                                                : backend.delegates_.of(at::kCUDA);
     const c10::StreamGuard guard(stream);
     const WorkPtr work = start_request(*stock, *request);
     // The stream waits for it, not this thread. What ran on that stream itself has no work.

@@ -50,7 +50,7 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   if (!at::hasCUDA()) return false;
   if (has_device_memory()) return true;
   try {
-    return delegate_for("cuda")->supportsTensorAlloc(index);
+    return delegates_.of(at::kCUDA)->supportsTensorAlloc(index);
   } catch (const std::exception&) {
     return false;  // it can't be had; the group's first operation on such a tensor says why
   }
@@ -69,7 +69,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
     return setup_.device_memory.allocate(size, c10::typeMetaToScalarType(options.dtype()), device);
   }
   if (device.is_cuda()) {
-    const BackendPtr nccl = delegate_for("cuda");
+    const BackendPtr nccl = delegates_.of(at::kCUDA);
     DPT_CHECK_VALUE(
         nccl->supportsTensorAlloc(device.index()),
         {"allocate_tensor on ",
