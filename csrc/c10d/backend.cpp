@@ -205,7 +205,7 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
       const Milliseconds limit =
           own == c10d::kUnsetTimeout ? Milliseconds{} : std::max(own, Milliseconds(1));
       submitted->delegated =
-          backend.start(*submitted->replay, backend.delegates_.of(device, limit));
+          backend.coalescing_.start_on(backend.delegates_.of(device, limit), *submitted->replay);
       return DPT_OK;
     }
     submitted->delegated =
@@ -223,13 +223,15 @@ dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_er
                                               const int* node_of,
                                               bool asynchronous) {
   // Coalesced operations start where they end: on the caller's stream.
-  const auto [current, from] = streams_.before_delegated(device, asynchronous && !coalescing_);
+  const auto [current, from] =
+      streams_.before_delegated(device, asynchronous && !coalescing_.is_open());
   const DelegatedStream::Call starting(delegated_, current);
   c10::OptionalStreamGuard there;
   if (from != current) there.reset_stream(from);
   // Operations that belong together for NCCL stay in one piece.
-  const bool staged = node_of != nullptr && !coalescing_;
-  return start(replay, staged ? delegates_.by_nodes("cuda", node_of) : delegates_.of(device));
+  const bool staged = node_of != nullptr && !coalescing_.is_open();
+  return coalescing_.start_on(staged ? delegates_.by_nodes("cuda", node_of) : delegates_.of(device),
+                              replay);
 }
 
 dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error) {
@@ -245,20 +247,6 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   }
 }
 
-[[gnu::hot]] WorkPtr Backend::start(const Replay& replay, const BackendPtr& delegate) {
-  // NCCL needs to know which sends and receives belong together, or each would wait for its peer's.
-  if (coalescing_ && delegate->supportsCoalescing()) {
-    if (std::find(coalescing_delegates_.begin(), coalescing_delegates_.end(), delegate) ==
-        coalescing_delegates_.end()) {
-      delegate->startCoalescing();
-      coalescing_delegates_.push_back(delegate);
-    }
-    replay.on(*delegate);
-    return nullptr;  // one work for all of them comes from the delegate's endCoalescing
-  }
-  return replay.on(*delegate);
-}
-
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
   check_open(what);
   what.note_given(size_);
@@ -271,11 +259,11 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   const at::Device device = what.device();
   if (device.is_cuda()) {
     if (WorkPtr work; start_known(what, replay, &work)) {
-      return coalescing_ ? note_coalesced(std::move(work), what) : work;
+      return coalescing_.is_open() ? coalescing_.note(std::move(work), what) : work;
     }
     // On its stream, or handed to the delegate, when this returns.
     Submitted submitted(*this, std::move(what), replay);
-    return note_coalesced(submit_on_device(submitted, sequence), submitted.call);
+    return coalescing_.note(submit_on_device(submitted, sequence), submitted.call);
   }
   if (device.is_cpu()) what.note_written();
   const InCollective counted;
@@ -286,7 +274,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   if (!setup_.core.native || not_native) {
     Submitted submitted(*this, std::move(what), replay);
     hand_over(submitted, not_native);
-    return note_coalesced(watched(submitted), submitted.call);
+    return coalescing_.note(watched(submitted), submitted.call);
   }
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
   const auto submitted = std::make_shared<Submitted>(*this, std::move(what), replay);
@@ -312,7 +300,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   request.outputs = output_pointers.data();
   request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
   request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
-  request.asynchronous = call.asynchronous || coalescing_ || handles_signals();
+  request.asynchronous = call.asynchronous || coalescing_.is_open() || handles_signals();
   // Before, as what runs here is over when submit_to_core returns.
   std::optional<CodeLine> line;
   if (request.asynchronous == 0 && calling_lines_.is_due(request)) line = CallingLines::find();
@@ -346,7 +334,7 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
   if (outcome == DPT_DELEGATED) result = watched(*submitted);
-  return note_coalesced(result, call);
+  return coalescing_.note(result, call);
 }
 
 // On host memory, what is the delegate's whatever the core thinks of it: the call returns when that
@@ -362,7 +350,7 @@ void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& 
     request.output_counts = output_counts.data();
   }
   request.not_native = not_native ? not_native->c_str() : nullptr;
-  request.asynchronous |= coalescing_ ? 1 : 0;
+  request.asynchronous |= coalescing_.is_open() ? 1 : 0;
   dpt_outcome outcome = DPT_DELEGATED;
   submit_to_core(request, submitted, nullptr, &outcome);
   calling_lines_.note(request, submitted.recorded);

@@ -18,6 +18,7 @@
 #include "call.hpp"
 #include "call_checks.hpp"
 #include "calling_lines.hpp"
+#include "coalescing.hpp"
 #include "convert.hpp"
 #include "deepytorch.h"
 #include "delegated_work.hpp"
@@ -60,8 +61,8 @@ class Backend : public c10d::Backend {
   // Torch asks this before it sends a batch of messages as one call. On the host nothing is gained
   // by that, and its batches are neither safe with threads nor after a failure.
   bool supportsCoalescing() const override;
-  void startCoalescing() override;
-  WorkPtr endCoalescing() override;
+  void startCoalescing() override { coalescing_.start(); }
+  WorkPtr endCoalescing() override { return coalescing_.end(); }
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
@@ -142,8 +143,6 @@ class Backend : public c10d::Backend {
                       dpt_outcome* outcome);
   // The request without its buffers.
   dpt_request describe(Submitted& submitted) const;
-  // Counts it in when a group of calls is open.
-  WorkPtr note_coalesced(WorkPtr work, const Call& call);
   // Some of a list's operations, by their places in it.
   using Places = std::vector<size_t>;
   // Several operations of one kind, of which `start` starts one. On GPUs those that are the stock
@@ -166,7 +165,6 @@ class Backend : public c10d::Backend {
   static void* start_stream(void* call);
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
-  WorkPtr start(const Replay& replay, const BackendPtr& delegate);
   // On the caller's stream. `node_of`: see dpt_delegate.
   WorkPtr start_on_device(const at::Device& device,
                           const Replay& replay,
@@ -176,7 +174,6 @@ class Backend : public c10d::Backend {
   [[noreturn]] void throw_failure(dpt_status status,
                                   const std::exception_ptr& delegates,
                                   const dpt_error& error) const;
-  WorkPtr join(c10d::OpType op_type, std::vector<WorkPtr> parts, std::vector<at::Tensor> results);
   std::string failed_monitored_barrier(const std::string& text, Milliseconds limit) const;
   static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
   static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
@@ -213,11 +210,8 @@ class Backend : public c10d::Backend {
   Delegates delegates_{setup_};
   CallingLines calling_lines_{setup_.api};
   CallChecks checks_{setup_};
-  bool coalescing_ = false;
+  Coalescing coalescing_{setup_};
   std::atomic<int> askers_{0};  // threads in coalesced() that ask
-  std::vector<WorkPtr> coalesced_;
-  std::vector<at::Tensor> coalesced_results_;
-  std::vector<BackendPtr> coalescing_delegates_;
 };
 
 }  // namespace dpt::c10d_adapter

@@ -91,7 +91,8 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
   std::vector<WorkPtr> parts;
   Places started;
   const bool is_debugged = checks_.are_on();
-  if (together && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_ && !is_debugged) {
+  if (together && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_.is_open() &&
+      !is_debugged) {
     Asking mine{this, inputs[0].device()};
     {
       ++askers_;
@@ -116,7 +117,7 @@ WorkPtr Backend::coalesced(c10d::OpType op_type,
     if (std::binary_search(started.begin(), started.end(), i)) continue;
     if (WorkPtr part = start(i)) parts.push_back(std::move(part));
   }
-  return join(op_type, std::move(parts), results);
+  return join_works(rank_, op_type, std::move(parts), results);
 }
 
 WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
@@ -228,38 +229,6 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& output
     return stock.reduce_scatter_tensor_coalesced(some_outputs, some_inputs, options);
   };
   return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, together);
-}
-
-WorkPtr Backend::note_coalesced(WorkPtr work, const Call& call) {
-  if (coalescing_) {
-    if (work) coalesced_.push_back(work);
-    coalesced_results_.insert(coalesced_results_.end(), call.results.begin(), call.results.end());
-  }
-  return work;
-}
-
-WorkPtr Backend::join(c10d::OpType op_type,
-                      std::vector<WorkPtr> parts,
-                      std::vector<at::Tensor> results) {
-  if (parts.size() == 1) return parts[0];
-  return c10::make_intrusive<JoinedWork>(rank_, op_type, std::move(parts), std::move(results));
-}
-
-void Backend::startCoalescing() {
-  coalescing_ = true;
-  coalesced_.clear();
-  coalesced_results_.clear();
-  coalescing_delegates_.clear();
-}
-
-WorkPtr Backend::endCoalescing() {
-  coalescing_ = false;
-  for (const BackendPtr& delegate : std::exchange(coalescing_delegates_, {})) {
-    coalesced_.push_back(delegate->endCoalescing());
-  }
-  return join(c10d::OpType::COALESCED,
-              std::exchange(coalesced_, {}),
-              std::exchange(coalesced_results_, {}));
 }
 
 }  // namespace dpt::c10d_adapter

@@ -74,7 +74,7 @@ void* Backend::start_stream(void* call) {
 int Backend::is_busy(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
   Backend& backend = submitted->backend;
-  return backend.coalescing_ || backend.streams_.is_capturing(submitted->device());
+  return backend.coalescing_.is_open() || backend.streams_.is_capturing(submitted->device());
 }
 
 [[gnu::hot]] bool Backend::describe_plain(const Call& call,

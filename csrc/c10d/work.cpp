@@ -236,4 +236,12 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
       c10::ListType::create(c10::TensorType::get()));
 }
 
+c10::intrusive_ptr<c10d::Work> join_works(int rank,
+                                          c10d::OpType op_type,
+                                          std::vector<c10::intrusive_ptr<c10d::Work>> parts,
+                                          std::vector<at::Tensor> results) {
+  if (parts.size() == 1) return parts[0];
+  return c10::make_intrusive<JoinedWork>(rank, op_type, std::move(parts), std::move(results));
+}
+
 }  // namespace dpt::c10d_adapter

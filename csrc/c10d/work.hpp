@@ -103,4 +103,10 @@ class JoinedWork : public c10d::Work {
   std::vector<at::Tensor> results_;
 };
 
+// The one work of several operations, or that of the only one.
+c10::intrusive_ptr<c10d::Work> join_works(int rank,
+                                          c10d::OpType op_type,
+                                          std::vector<c10::intrusive_ptr<c10d::Work>> parts,
+                                          std::vector<at::Tensor> results);
+
 }  // namespace dpt::c10d_adapter
