@@ -39,17 +39,9 @@ void on_done(void* context, dpt_status status, const char* message) {
 
 }  // namespace
 
-std::vector<size_t> counts_of(at::TensorList tensors) {
-  std::vector<size_t> counts;
-  for (const at::Tensor& tensor : tensors) counts.push_back(elements_of(tensor, false).count);
-  return counts;
-}
-
 Backend::Backend(GroupSetup setup)
     : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
   init();
-  delegated_group_ = std::make_shared<const DelegatedWork::Group>(DelegatedWork::Group{
-      rank_, setup_.api, setup_.hooks.explain, setup_.options->group_name, setup_.stock.who_died});
   make_comm();
   const std::lock_guard lock(live_mutex);
   live().insert(this);
@@ -81,13 +73,7 @@ void Backend::make_comm() {
                                  setup_.hooks.explain ? explain_failure : nullptr,
                                  this};
   const dpt_store store = store_table(setup_.store.get());
-  const dpt_delegate delegate{this,
-                              start_on_delegate,
-                              run_on_delegate,
-                              setup_.stock.competes ? execute_on_delegate : nullptr,
-                              setup_.stock.make_by_nodes ? start_by_nodes : nullptr,
-                              is_delegate_waiting,
-                              abandon_on_device};
+  const dpt_delegate delegate = delegation_.table();
   dpt_error error{};
   const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
   if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
@@ -127,11 +113,6 @@ void Backend::abort() {
     setup_.api->comm_abort(comm_, "the process group was aborted (ProcessGroup.abort)");
   }
   delegates_.abort();
-}
-
-void Backend::abandon_on_device(void* context) {
-  Backend& backend = *static_cast<Backend*>(context);
-  backend.delegates_.abandon([&backend] { return backend.delegated_.is_starting(); });
 }
 
 void Backend::explain_failure(void* context, const char* failure, char* sentence, size_t bytes) {
@@ -191,62 +172,6 @@ int Backend::poll_signals(void*) {
   return pending_signal != nullptr;
 }
 
-dpt_status Backend::start_on_delegate(void* context, void* call, dpt_error* error) {
-  return start_by_nodes(context, call, nullptr, error);
-}
-
-dpt_status Backend::start_by_nodes(void*, void* call, const int* node_of, dpt_error* error) {
-  auto* submitted = static_cast<Submitted*>(call);
-  const at::Device device = submitted->device();
-  Backend& backend = submitted->backend;
-  try {
-    if (!device.is_cuda()) {
-      const Milliseconds own = submitted->call.timeout;
-      const Milliseconds limit =
-          own == c10d::kUnsetTimeout ? Milliseconds{} : std::max(own, Milliseconds(1));
-      submitted->delegated =
-          backend.coalescing_.start_on(backend.delegates_.of(device, limit), *submitted->replay);
-      return DPT_OK;
-    }
-    submitted->delegated =
-        backend.start_on_device(device, *submitted->replay, node_of, submitted->call.asynchronous);
-    return DPT_OK;
-  } catch (...) {
-    // The delegate's own exception is what the caller gets; the core only needs to know.
-    submitted->failure = std::current_exception();
-    return describe_caught(device, error);
-  }
-}
-
-[[gnu::hot]] WorkPtr Backend::start_on_device(const at::Device& device,
-                                              const Replay& replay,
-                                              const int* node_of,
-                                              bool asynchronous) {
-  // Coalesced operations start where they end: on the caller's stream.
-  const auto [current, from] =
-      streams_.before_delegated(device, asynchronous && !coalescing_.is_open());
-  const DelegatedStream::Call starting(delegated_, current);
-  c10::OptionalStreamGuard there;
-  if (from != current) there.reset_stream(from);
-  // Operations that belong together for NCCL stay in one piece.
-  const bool staged = node_of != nullptr && !coalescing_.is_open();
-  return coalescing_.start_on(staged ? delegates_.by_nodes("cuda", node_of) : delegates_.of(device),
-                              replay);
-}
-
-dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error) {
-  const dpt_status status = start_on_delegate(context, call, error);
-  auto* submitted = static_cast<Submitted*>(call);
-  if (status != DPT_OK || !submitted->delegated) return status;
-  try {
-    submitted->delegated->wait();
-    return DPT_OK;
-  } catch (...) {
-    submitted->failure = std::current_exception();
-    return DPT_ERR_DELEGATE;
-  }
-}
-
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
   check_open(what);
   what.note_given(size_);
@@ -262,7 +187,8 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
       return coalescing_.is_open() ? coalescing_.note(std::move(work), what) : work;
     }
     // On its stream, or handed to the delegate, when this returns.
-    Submitted submitted(*this, std::move(what), replay);
+    Submitted submitted(std::move(what), replay);
+    submitted.on_device = this;
     return coalescing_.note(submit_on_device(submitted, sequence), submitted.call);
   }
   if (device.is_cpu()) what.note_written();
@@ -272,12 +198,12 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   if (!not_native) not_native = why_not_host(what.inputs);
   if (!not_native && !what.in_place) not_native = why_not_host(what.outputs);
   if (!setup_.core.native || not_native) {
-    Submitted submitted(*this, std::move(what), replay);
+    Submitted submitted(std::move(what), replay);
     hand_over(submitted, not_native);
-    return coalescing_.note(watched(submitted), submitted.call);
+    return coalescing_.note(delegation_.watched(submitted), submitted.call);
   }
   // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
-  const auto submitted = std::make_shared<Submitted>(*this, std::move(what), replay);
+  const auto submitted = std::make_shared<Submitted>(std::move(what), replay);
   submitted->keep();
   const Call& call = submitted->call;
 
@@ -288,18 +214,9 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
       call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
   const std::vector<void*> input_pointers = inputs->pointers();
   const std::vector<void*> output_pointers = outputs->pointers();
-  std::vector<size_t> input_counts;
-  std::vector<size_t> output_counts;
-  if (call.uneven) {
-    input_counts = counts_of(call.inputs);
-    output_counts = counts_of(call.outputs);
-  }
-
-  dpt_request request = describe(*submitted);
+  dpt_request request = submitted->describe(setup_.limit_of(call.timeout));
   request.inputs = input_pointers.data();
   request.outputs = output_pointers.data();
-  request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
-  request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
   request.asynchronous = call.asynchronous || coalescing_.is_open() || handles_signals();
   // Before, as what runs here is over when submit_to_core returns.
   std::optional<CodeLine> line;
@@ -333,35 +250,19 @@ dpt_status Backend::run_on_delegate(void* context, void* call, dpt_error* error)
   if (request.asynchronous != 0) calling_lines_.note(request, submitted->recorded);
   WorkPtr result = work;
   if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
-  if (outcome == DPT_DELEGATED) result = watched(*submitted);
+  if (outcome == DPT_DELEGATED) result = delegation_.watched(*submitted);
   return coalescing_.note(result, call);
 }
 
 // On host memory, what is the delegate's whatever the core thinks of it: the call returns when that
 // has it.
 void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& not_native) {
-  dpt_request request = describe(submitted);
-  std::vector<size_t> input_counts;
-  std::vector<size_t> output_counts;
-  if (submitted.call.uneven) {
-    input_counts = counts_of(submitted.call.inputs);
-    output_counts = counts_of(submitted.call.outputs);
-    request.input_counts = input_counts.data();
-    request.output_counts = output_counts.data();
-  }
+  dpt_request request = submitted.describe(setup_.limit_of(submitted.call.timeout));
   request.not_native = not_native ? not_native->c_str() : nullptr;
   request.asynchronous |= coalescing_.is_open() ? 1 : 0;
   dpt_outcome outcome = DPT_DELEGATED;
   submit_to_core(request, submitted, nullptr, &outcome);
   calling_lines_.note(request, submitted.recorded);
-}
-
-dpt_request Backend::describe(Submitted& submitted) const {
-  dpt_request request = submitted.call.describe();
-  request.call = &submitted;
-  request.recorded = &submitted.recorded;
-  request.timeout_ms = setup_.limit_of(submitted.call.timeout).count();
-  return request;
 }
 
 void Backend::check_open(const Call& call) const {
@@ -412,19 +313,6 @@ void Backend::submit_to_core(const dpt_request& request,
   if (status == DPT_ERR_DELEGATE) std::rethrow_exception(delegates);
   std::rethrow_exception(
       make_exception(status, explained(setup_.hooks.explain, status, error.message)));
-}
-
-WorkPtr Backend::watched(const Submitted& submitted) {
-  const WorkPtr& work = submitted.delegated;
-  // The host can't see the end of this, or it is the work of an open group of calls.
-  if (!work || !submitted.device().is_cpu()) {
-    setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/1);
-    return work;
-  }
-  return c10::make_intrusive<DelegatedWork>(
-      work,
-      DelegatedWork::Watch{
-          delegated_group_, submitted.call.op_type, submitted.call.title, submitted.recorded});
 }
 
 }  // namespace dpt::c10d_adapter

@@ -21,8 +21,8 @@
 #include "coalescing.hpp"
 #include "convert.hpp"
 #include "deepytorch.h"
-#include "delegated_work.hpp"
 #include "delegates.hpp"
+#include "delegation.hpp"
 #include "device.hpp"
 #include "group_setup.hpp"
 #include "replay.hpp"
@@ -125,14 +125,10 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  private:
-  struct Submitted;  // one call on its way through the core and, perhaps, the delegate
-
   // Throws where the group was destroyed.
   void check_open(const Call& call) const;
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
-  // The delegate's work as the caller gets it.
-  WorkPtr watched(const Submitted& submitted);
   // The short way of what is known to be the stock backend's; false: take the other.
   bool start_known(const Call& call, const Replay& replay, WorkPtr* work);
   WorkPtr submit_on_device(Submitted& submitted, uint64_t sequence);
@@ -141,8 +137,6 @@ class Backend : public c10d::Backend {
                       const Submitted& submitted,
                       c10::intrusive_ptr<NativeWork> work,
                       dpt_outcome* outcome);
-  // The request without its buffers.
-  dpt_request describe(Submitted& submitted) const;
   // Some of a list's operations, by their places in it.
   using Places = std::vector<size_t>;
   // Several operations of one kind, of which `start` starts one. On GPUs those that are the stock
@@ -165,27 +159,12 @@ class Backend : public c10d::Backend {
   static void* start_stream(void* call);
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
-  // On the caller's stream. `node_of`: see dpt_delegate.
-  WorkPtr start_on_device(const at::Device& device,
-                          const Replay& replay,
-                          const int* node_of,
-                          bool asynchronous);
   // Throws what an operation that was submitted failed with.
   [[noreturn]] void throw_failure(dpt_status status,
                                   const std::exception_ptr& delegates,
                                   const dpt_error& error) const;
   std::string failed_monitored_barrier(const std::string& text, Milliseconds limit) const;
-  static dpt_status start_on_delegate(void* context, void* call, dpt_error* error);
-  static dpt_status start_by_nodes(void* context, void* call, const int* node_of, dpt_error* error);
-  static dpt_waits is_delegate_waiting(void* context);
-  static void abandon_on_device(void* context);
   static void explain_failure(void* context, const char* failure, char* sentence, size_t bytes);
-  // In a handler of whatever the stock backend threw: what the core is told of it.
-  static dpt_status describe_caught(const at::Device& device, dpt_error* error);
-  static dpt_status run_on_delegate(void* context, void* call, dpt_error* error);
-  static dpt_status execute_on_delegate(void* context,
-                                        const dpt_request* request,
-                                        dpt_error* error);
   static int poll_signals(void* context);
   void check_root(const char* op, int64_t root) const;
   // Gloo's ranks have met when their group is made, so whoever keeps the store may leave then. Ours
@@ -198,9 +177,7 @@ class Backend : public c10d::Backend {
   void tell_closed();
 
   GroupSetup setup_;  // first: see [Gloo's layout]
-  std::shared_ptr<const DelegatedWork::Group> delegated_group_;
   DeviceStreams streams_{setup_.api};
-  DelegatedStream delegated_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
   std::atomic<c10::DeviceIndex> used_device_{-1};  // the accelerator's of the first operation
   dpt_comm* comm_ = nullptr;
@@ -208,9 +185,10 @@ class Backend : public c10d::Backend {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<uint64_t> messages_{0};  // of those, the sends and receives
   Delegates delegates_{setup_};
+  Coalescing coalescing_{setup_};
+  Delegation delegation_{setup_, delegates_, coalescing_, streams_};
   CallingLines calling_lines_{setup_.api};
   CallChecks checks_{setup_};
-  Coalescing coalescing_{setup_};
   std::atomic<int> askers_{0};  // threads in coalesced() that ask
 };
 

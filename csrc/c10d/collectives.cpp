@@ -411,8 +411,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
       },
       options,
       wait_all_ranks);
-  Submitted submitted(*this,
-                      {.collective = DPT_BARRIER,
+  Submitted submitted({.collective = DPT_BARRIER,
                        .op_type = c10d::OpType::BARRIER,
                        .title = "deepytorch:barrier",
                        .timeout = options.timeout,

@@ -42,6 +42,12 @@ std::optional<dpt_data_type> to_data_type(at::ScalarType type) {
 
 }  // namespace
 
+std::vector<size_t> counts_of(at::TensorList tensors) {
+  std::vector<size_t> counts;
+  for (const at::Tensor& tensor : tensors) counts.push_back(elements_of(tensor, false).count);
+  return counts;
+}
+
 at::ScalarType to_scalar_type(dpt_data_type type) {
   switch (type) {
     case DPT_FLOAT16:

@@ -33,6 +33,8 @@ struct Elements {
   size_t count;
 };
 Elements elements_of(const at::Tensor& tensor, bool reduces);
+// Elements of each tensor.
+std::vector<size_t> counts_of(at::TensorList tensors);
 
 // Takes the floats that the core asks the stock backend to reduce. Throws std::invalid_argument.
 at::ScalarType to_scalar_type(dpt_data_type type);

@@ -64,7 +64,7 @@ bool takes_lists(c10d::OpType op_type) {
 
 void* Backend::start_stream(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
-  Backend& backend = submitted->backend;
+  Backend& backend = *submitted->on_device;
   const at::Device device = submitted->device();
   if (const auto make = std::exchange(submitted->make_stand_ins, nullptr)) make();
   submitted->stream = backend.streams_.begin(device, submitted->call.asynchronous);
@@ -73,7 +73,7 @@ void* Backend::start_stream(void* call) {
 
 int Backend::is_busy(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
-  Backend& backend = submitted->backend;
+  Backend& backend = *submitted->on_device;
   return backend.coalescing_.is_open() || backend.streams_.is_capturing(submitted->device());
 }
 
@@ -108,12 +108,12 @@ int Backend::is_busy(void* call) {
     if (!is_known) return;
     recorded = begun.recorded;
     try {
-      *work = start_on_device(device, replay, begun.node_of, call.asynchronous);
+      *work = delegation_.start_on_device(device, replay, begun.node_of, call.asynchronous);
       setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
     } catch (...) {
       failure = std::current_exception();
       error.message[0] = '\0';
-      status = describe_caught(device, &error);
+      status = Delegation::describe_caught(device, &error);
       status = setup_.api->fail_known(comm_, &request, &begun, status, &error);
     }
   });
@@ -142,10 +142,11 @@ Backend::Places Backend::start_together(
     if (places.empty()) return;
     try {
       const auto start = [&](c10d::Backend& stock) { return together(stock, places); };
-      *work = start_on_device(device, replaying(start), nullptr, /*asynchronous=*/false);
+      *work =
+          delegation_.start_on_device(device, replaying(start), nullptr, /*asynchronous=*/false);
     } catch (...) {
       failure = std::current_exception();
-      status = describe_caught(device, &error);
+      status = Delegation::describe_caught(device, &error);
       const dpt_known first{recorded[places[0]], nullptr};
       status = setup_.api->fail_known(comm_, &requests[places[0]], &first, status, &error);
     }
@@ -189,17 +190,9 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
       };
     }
   }
-  std::vector<size_t> input_counts;
-  std::vector<size_t> output_counts;
-  if (call.uneven) {
-    input_counts = counts_of(call.inputs);
-    output_counts = counts_of(call.outputs);
-  }
-  dpt_request request = describe(submitted);
+  dpt_request request = submitted.describe(setup_.limit_of(call.timeout));
   request.inputs = inputs.data();
   request.outputs = outputs.data();
-  request.input_counts = input_counts.empty() ? nullptr : input_counts.data();
-  request.output_counts = output_counts.empty() ? nullptr : output_counts.data();
   request.not_native = not_native;
   request.on_device = 1;
   request.device = device.index();
@@ -208,7 +201,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   dpt_outcome outcome = DPT_COMPLETED;
   submit_to_core(request, submitted, nullptr, &outcome);
   calling_lines_.note(request, submitted.recorded);
-  if (outcome == DPT_DELEGATED) return watched(submitted);
+  if (outcome == DPT_DELEGATED) return delegation_.watched(submitted);
   call.note_written();
   std::exception_ptr failure;
   if (taken) {

@@ -6,9 +6,8 @@
 
 #include <algorithm>
 
-#include "backend.hpp"
 #include "convert.hpp"
-#include "submitted.hpp"
+#include "delegation.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -113,8 +112,8 @@ void copy_message(const char* what, dpt_error* error) {
 
 // Failures of NCCL or the device may be this rank's alone. Any other, for arguments that are
 // refused say, is so on every rank.
-[[gnu::cold, gnu::noinline]] dpt_status Backend::describe_caught(const at::Device& device,
-                                                                 dpt_error* error) {
+[[gnu::cold, gnu::noinline]] dpt_status Delegation::describe_caught(const at::Device& device,
+                                                                    dpt_error* error) {
   const auto broke = [&](const std::exception& caught) {
     copy_message(caught.what(), error);
     return device.is_cuda() ? DPT_ERR_DELEGATE_BROKE : DPT_ERR_DELEGATE;
@@ -135,17 +134,7 @@ void copy_message(const char* what, dpt_error* error) {
   return DPT_ERR_DELEGATE;
 }
 
-dpt_waits Backend::is_delegate_waiting(void* context) {
-  try {
-    return static_cast<Backend*>(context)->delegated_.is_waiting();
-  } catch (const std::exception&) {
-    return DPT_WAITS_NOT;  // the device is in trouble of its own, which the program hears of
-  }
-}
-
-dpt_status Backend::execute_on_delegate(void* context,
-                                        const dpt_request* request,
-                                        dpt_error* error) {
+dpt_status Delegation::execute(void* context, const dpt_request* request, dpt_error* error) {
   const bool on_device = request->on_device != 0;
   const at::Device device(on_device ? at::kCUDA : at::kCPU);
   try {
@@ -154,16 +143,16 @@ dpt_status Backend::execute_on_delegate(void* context,
     if (!sums && !averages) {
       throw std::invalid_argument("the core asks for sums and averages, and nothing else");
     }
-    Backend& backend = *static_cast<Backend*>(context);
+    Delegation& delegation = *static_cast<Delegation*>(context);
     if (!on_device) {
-      start_request(*backend.delegates_.of(at::kCPU), *request)->wait();
+      start_request(*delegation.delegates_.of(at::kCPU), *request)->wait();
       return DPT_OK;
     }
     const c10::Stream& stream = *static_cast<Submitted*>(request->call)->stream;
-    const DelegatedStream::Call starting(backend.delegated_, stream);
+    const DelegatedStream::Call starting(delegation.stream_, stream);
     const int* const node_of = request->node_of;
-    const BackendPtr stock = node_of != nullptr ? backend.delegates_.by_nodes("cuda", node_of)
-                                                : backend.delegates_.of(at::kCUDA);
+    const BackendPtr stock = node_of != nullptr ? delegation.delegates_.by_nodes("cuda", node_of)
+                                                : delegation.delegates_.of(at::kCUDA);
     const c10::StreamGuard guard(stream);
     const WorkPtr work = start_request(*stock, *request);
     // The stream waits for it, not this thread. What ran on that stream itself has no work.
