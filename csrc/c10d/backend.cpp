@@ -18,13 +18,6 @@
 namespace dpt::c10d_adapter {
 namespace {
 
-// Ctrl-C raised this inside a wait of the core; picked up when that wait has returned.
-thread_local std::exception_ptr pending_signal;
-
-// How long rank 0 stays for ranks that are still making the group; they are at it together.
-constexpr std::chrono::seconds kMakingLimit{5};
-constexpr const char* kMadeKey = "deepytorch/made/";
-
 // Every backend that is alive, for finish_all.
 std::mutex live_mutex;
 std::set<Backend*>& live() {
@@ -32,52 +25,14 @@ std::set<Backend*>& live() {
   return *backends;
 }
 
-void on_done(void* context, dpt_status status, const char* message) {
-  const auto work = c10::intrusive_ptr<NativeWork>::reclaim(static_cast<NativeWork*>(context));
-  work->complete(status, message);
-}
-
 }  // namespace
 
 Backend::Backend(GroupSetup setup)
     : c10d::Backend(setup.rank, setup.size), setup_(std::move(setup)) {
   init();
-  make_comm();
+  native_.make();
   const std::lock_guard lock(live_mutex);
   live().insert(this);
-}
-
-void Backend::make_comm() {
-  std::vector<int64_t> global_ranks;
-  for (const uint64_t rank : setup_.options->global_ranks_in_group) {
-    global_ranks.push_back(static_cast<int64_t>(rank));
-  }
-  if (global_ranks.empty()) {
-    for (int rank = 0; rank < size_; ++rank) global_ranks.push_back(rank);
-  }
-  DPT_CHECK_VALUE(global_ranks.size() == static_cast<size_t>(size_),
-                  {std::to_string(global_ranks.size()),
-                   " global ranks for a group of ",
-                   std::to_string(size_)});
-  const dpt_comm_options options{setup_.options->group_name.c_str(),
-                                 rank_,
-                                 size_,
-                                 global_ranks.data(),
-                                 setup_.core.native ? 1 : 0,
-                                 poll_signals,
-                                 nullptr,
-                                 setup_.core.tune,
-                                 setup_.core.profile.c_str(),
-                                 setup_.core.staging_bytes,
-                                 setup_.core.raise_errors ? 1 : 0,
-                                 setup_.hooks.explain ? explain_failure : nullptr,
-                                 this};
-  const dpt_store store = store_table(setup_.store.get());
-  const dpt_delegate delegate = delegation_.table();
-  dpt_error error{};
-  const dpt_status status = setup_.api->comm_create(&options, &store, &delegate, &comm_, &error);
-  if (status != DPT_OK) std::rethrow_exception(make_exception(status, error.message));
-  if (rank_ != 0) setup_.store->set(kMadeKey + std::to_string(rank_), std::vector<uint8_t>{1});
 }
 
 Backend::~Backend() {
@@ -87,7 +42,7 @@ Backend::~Backend() {
   }
   // Delegates end their threads too, and one of those may be waiting for Python's lock.
   without_gil([&] {
-    if (comm_ != nullptr) setup_.api->comm_destroy(comm_);
+    native_.destroy();
     delegates_.settle();
     delegates_.clear();
     tell_closed();
@@ -109,41 +64,21 @@ void Backend::setTimeout(Milliseconds timeout) {
 c10d::ErrorType Backend::getError() { return delegates_.error(); }
 
 void Backend::abort() {
-  if (comm_ != nullptr) {
-    setup_.api->comm_abort(comm_, "the process group was aborted (ProcessGroup.abort)");
-  }
+  native_.abort("the process group was aborted (ProcessGroup.abort)");
   delegates_.abort();
 }
 
-void Backend::explain_failure(void* context, const char* failure, char* sentence, size_t bytes) {
-  std::snprintf(
-      sentence, bytes, "%s", static_cast<Backend*>(context)->setup_.hooks.explain(failure).c_str());
+bool Backend::end_native() {
+  native_.end();
+  bool are_abandoned = false;
+  without_gil([&] { are_abandoned = delegates_.settle(); });
+  return are_abandoned;
 }
 
-void Backend::let_others_make_it() {
-  static std::atomic<bool> somebody_is_lost{false};  // and won't come for other groups either
-  if (rank_ != 0 || sequence_ > 0 || comm_ == nullptr || made_in_ != ::getpid()) return;
-  if (somebody_is_lost) return;
-  std::vector<std::string> made;
-  for (int rank = 1; rank < size_; ++rank) made.push_back(kMadeKey + std::to_string(rank));
-  without_gil([&] { somebody_is_lost = !wait_for_keys(*setup_.store, made, kMakingLimit); });
-}
-
-bool Backend::end_comm() {
-  let_others_make_it();
-  dpt_comm* const comm = std::exchange(comm_, nullptr);
-  bool abandoned = false;
-  without_gil([&] {
-    if (comm != nullptr) setup_.api->comm_destroy(comm);
-    abandoned = delegates_.settle();
-  });
-  return abandoned;
-}
-
-void Backend::leave() { end_comm(); }
+void Backend::leave() { end_native(); }
 
 void Backend::rejoin() {
-  if (comm_ == nullptr) without_gil([&] { make_comm(); });
+  if (!native_.is_open()) without_gil([&] { native_.make(); });
 }
 
 void Backend::tell_closed() {
@@ -151,9 +86,9 @@ void Backend::tell_closed() {
 }
 
 void Backend::shutdown() {
-  const bool abandoned = end_comm();
+  const bool are_abandoned = end_native();
   without_gil([&] {
-    delegates_.shutdown(abandoned);
+    delegates_.shutdown(are_abandoned);
     tell_closed();
   });
 }
@@ -164,22 +99,16 @@ void Backend::finish_all() {
     const std::lock_guard lock(live_mutex);
     backends = live();
   }
-  for (Backend* backend : backends) backend->end_comm();
-}
-
-int Backend::poll_signals(void*) {
-  pending_signal = run_signal_handlers();
-  return pending_signal != nullptr;
+  for (Backend* backend : backends) backend->end_native();
 }
 
 [[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
-  check_open(what);
+  native_.check_open(what.title);
   what.note_given(size_);
   if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
   checks_.compare(what);
-  const uint64_t sequence = ++sequence_;
-  if (what.is_message()) ++messages_;
-  checks_.inspect(what, sequence, comm_);
+  const uint64_t sequence = native_.count(what.is_message());
+  checks_.inspect(what, sequence, native_.comm());
   if (what.results.empty()) what.results = what.outputs;
   const at::Device device = what.device();
   if (device.is_cuda()) {
@@ -245,7 +174,7 @@ int Backend::poll_signals(void*) {
   auto work = c10::make_intrusive<NativeWork>(std::move(work_options), profiled);
 
   dpt_outcome outcome = DPT_COMPLETED;
-  submit_to_core(request, *submitted, work, &outcome);
+  native_.submit(request, submitted->failure, work, &outcome);
   work->record_as(setup_.api, submitted->recorded);
   if (request.asynchronous != 0) calling_lines_.note(request, submitted->recorded);
   WorkPtr result = work;
@@ -261,18 +190,8 @@ void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& 
   request.not_native = not_native ? not_native->c_str() : nullptr;
   request.asynchronous |= coalescing_.is_open() ? 1 : 0;
   dpt_outcome outcome = DPT_DELEGATED;
-  submit_to_core(request, submitted, nullptr, &outcome);
+  native_.submit(request, submitted.failure, nullptr, &outcome);
   calling_lines_.note(request, submitted.recorded);
-}
-
-void Backend::check_open(const Call& call) const {
-  if (comm_ != nullptr) return;
-  std::rethrow_exception(make_exception(DPT_ERR_ABORTED,
-                                        join_text({"deepytorch: ",
-                                                   call.title,
-                                                   ": process group ",
-                                                   setup_.options->group_name,
-                                                   " was destroyed"})));
 }
 
 void Backend::check_root(const char* op, int64_t root) const {
@@ -284,35 +203,6 @@ void Backend::check_root(const char* op, int64_t root) const {
                    std::to_string(root),
                    " is not a rank of this group of ",
                    std::to_string(size_)});
-}
-
-void Backend::submit_to_core(const dpt_request& request,
-                             const Submitted& submitted,
-                             c10::intrusive_ptr<NativeWork> work,
-                             dpt_outcome* outcome) {
-  dpt_error error;  // a kilobyte that is rarely needed
-  error.message[0] = '\0';
-  dpt_status status = DPT_OK;
-  // The completion callback owns one reference, given back here if it will not be called.
-  NativeWork* const context = work.release();
-  without_gil(
-      [&] { status = setup_.api->submit(comm_, &request, on_done, context, outcome, &error); });
-  if (context != nullptr && (status != DPT_OK || *outcome != DPT_STARTED)) {
-    c10::intrusive_ptr<NativeWork>::reclaim(context);
-  }
-  if (status == DPT_ERR_INTERRUPTED && pending_signal) {
-    std::rethrow_exception(std::exchange(pending_signal, nullptr));
-  }
-  if (status != DPT_OK) throw_failure(status, submitted.failure, error);
-}
-
-[[gnu::cold, gnu::noinline]] void Backend::throw_failure(dpt_status status,
-                                                         const std::exception_ptr& delegates,
-                                                         const dpt_error& error) const {
-  note_failure();
-  if (status == DPT_ERR_DELEGATE) std::rethrow_exception(delegates);
-  std::rethrow_exception(
-      make_exception(status, explained(setup_.hooks.explain, status, error.message)));
 }
 
 }  // namespace dpt::c10d_adapter

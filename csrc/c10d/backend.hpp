@@ -5,8 +5,6 @@
 // Thread safety: as c10d asks: any thread, operations in call order.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -25,6 +23,7 @@
 #include "delegation.hpp"
 #include "device.hpp"
 #include "group_setup.hpp"
+#include "native_group.hpp"
 #include "replay.hpp"
 #include "work.hpp"
 
@@ -57,7 +56,7 @@ class Backend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   // Without messages, of which each rank may have another number: torch compares this between ranks
   // where TORCH_DISTRIBUTED_DEBUG=DETAIL.
-  uint64_t getSequenceNumberForGroup() override { return sequence_ - messages_; }
+  uint64_t getSequenceNumberForGroup() override { return native_.num_collectives(); }
   // Torch asks this before it sends a batch of messages as one call. On the host nothing is gained
   // by that, and its batches are neither safe with threads nor after a failure.
   bool supportsCoalescing() const override;
@@ -125,18 +124,11 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  private:
-  // Throws where the group was destroyed.
-  void check_open(const Call& call) const;
   WorkPtr submit(Call call, const Replay& replay);
   void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
   // The short way of what is known to be the stock backend's; false: take the other.
   bool start_known(const Call& call, const Replay& replay, WorkPtr* work);
   WorkPtr submit_on_device(Submitted& submitted, uint64_t sequence);
-  // Throws what the operation ended with. `work`: who is told of the end; nullptr: nobody.
-  void submit_to_core(const dpt_request& request,
-                      const Submitted& submitted,
-                      c10::intrusive_ptr<NativeWork> work,
-                      dpt_outcome* outcome);
   // Some of a list's operations, by their places in it.
   using Places = std::vector<size_t>;
   // Several operations of one kind, of which `start` starts one. On GPUs those that are the stock
@@ -159,34 +151,20 @@ class Backend : public c10d::Backend {
   static void* start_stream(void* call);
   static int is_busy(void* call);
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
-  // Throws what an operation that was submitted failed with.
-  [[noreturn]] void throw_failure(dpt_status status,
-                                  const std::exception_ptr& delegates,
-                                  const dpt_error& error) const;
   std::string failed_monitored_barrier(const std::string& text, Milliseconds limit) const;
-  static void explain_failure(void* context, const char* failure, char* sentence, size_t bytes);
-  static int poll_signals(void* context);
   void check_root(const char* op, int64_t root) const;
-  // Gloo's ranks have met when their group is made, so whoever keeps the store may leave then. Ours
-  // meet at their first operation: without one rank 0, which is it as a rule, would take the store
-  // away from ranks that are still making the group.
-  void let_others_make_it();
-  void make_comm();
-  // Whether the delegates were abandoned.
-  bool end_comm();
+  // Ends the native part. Whether the delegates were abandoned.
+  bool end_native();
   void tell_closed();
 
   GroupSetup setup_;  // first: see [Gloo's layout]
   DeviceStreams streams_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
   std::atomic<c10::DeviceIndex> used_device_{-1};  // the accelerator's of the first operation
-  dpt_comm* comm_ = nullptr;
-  pid_t made_in_ = ::getpid();  // a forked child has no business in the store
-  std::atomic<uint64_t> sequence_{0};
-  std::atomic<uint64_t> messages_{0};  // of those, the sends and receives
   Delegates delegates_{setup_};
   Coalescing coalescing_{setup_};
   Delegation delegation_{setup_, delegates_, coalescing_, streams_};
+  NativeGroup native_{setup_, delegation_.table()};
   CallingLines calling_lines_{setup_.api};
   CallChecks checks_{setup_};
   std::atomic<int> askers_{0};  // threads in coalesced() that ask

@@ -417,7 +417,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
                        .timeout = options.timeout,
                        .asynchronous = false},
                       replay);
-  check_open(submitted.call);
+  native_.check_open(submitted.call.title);
   try {
     hand_over(submitted, "monitored");
   } catch (const std::exception& error) {

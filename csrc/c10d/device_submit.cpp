@@ -104,7 +104,7 @@ int Backend::is_busy(void* call) {
   // Either may wait for a thread that waits for the GIL.
   without_gil([&]() __attribute__((hot, flatten)) {
     dpt_known begun;
-    is_known = setup_.api->begin_known(comm_, &request, &begun) != 0;
+    is_known = setup_.api->begin_known(native_.comm(), &request, &begun) != 0;
     if (!is_known) return;
     recorded = begun.recorded;
     try {
@@ -114,10 +114,10 @@ int Backend::is_busy(void* call) {
       failure = std::current_exception();
       error.message[0] = '\0';
       status = Delegation::describe_caught(device, &error);
-      status = setup_.api->fail_known(comm_, &request, &begun, status, &error);
+      status = setup_.api->fail_known(native_.comm(), &request, &begun, status, &error);
     }
   });
-  if (status != DPT_OK) throw_failure(status, failure, error);
+  if (status != DPT_OK) native_.throw_failure(status, failure, error);
   calling_lines_.note(request, recorded);
   return is_known;
 }
@@ -135,7 +135,7 @@ Backend::Places Backend::start_together(
   std::exception_ptr failure;
   without_gil([&] {
     status = setup_.api->begin_coalesced(
-        comm_, requests.data(), requests.size(), recorded.data(), begun.data(), &error);
+        native_.comm(), requests.data(), requests.size(), recorded.data(), begun.data(), &error);
     for (size_t i = 0; i < requests.size(); ++i) {
       if (begun[i] != 0) places.push_back(i);
     }
@@ -148,11 +148,11 @@ Backend::Places Backend::start_together(
       failure = std::current_exception();
       status = Delegation::describe_caught(device, &error);
       const dpt_known first{recorded[places[0]], nullptr};
-      status = setup_.api->fail_known(comm_, &requests[places[0]], &first, status, &error);
+      status = setup_.api->fail_known(native_.comm(), &requests[places[0]], &first, status, &error);
     }
     for (const size_t place : places) setup_.api->record_end(recorded[place], status, 1);
   });
-  if (status != DPT_OK) throw_failure(status, failure, error);
+  if (status != DPT_OK) native_.throw_failure(status, failure, error);
   for (const size_t place : places) calling_lines_.note(requests[place], recorded[place]);
   return places;
 }
@@ -199,7 +199,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   request.stream = start_stream;
   request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
-  submit_to_core(request, submitted, nullptr, &outcome);
+  native_.submit(request, submitted.failure, nullptr, &outcome);
   calling_lines_.note(request, submitted.recorded);
   if (outcome == DPT_DELEGATED) return delegation_.watched(submitted);
   call.note_written();
