@@ -1,19 +1,13 @@
-// The road every operation takes: Call -> dpt_request -> core -> NativeWork or the delegate's Work.
-// The c10d entry points that build the calls are in collectives.cpp and point_to_point.cpp.
 #include "backend.hpp"
 
 #include <ATen/Context.h>
-#include <ATen/record_function.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <mutex>
 #include <set>
+#include <utility>
 
-#include "in_collective.hpp"
 #include "python_bridge.hpp"
-#include "store.hpp"
-#include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -100,98 +94,6 @@ void Backend::finish_all() {
     backends = live();
   }
   for (Backend* backend : backends) backend->end_native();
-}
-
-[[gnu::hot]] WorkPtr Backend::submit(Call what, const Replay& replay) {
-  native_.check_open(what.title);
-  what.note_given(size_);
-  if (askers_.load(std::memory_order_relaxed) != 0 && is_only_asked_for(what)) return nullptr;
-  checks_.compare(what);
-  const uint64_t sequence = native_.count(what.is_message());
-  checks_.inspect(what, sequence, native_.comm());
-  if (what.results.empty()) what.results = what.outputs;
-  const at::Device device = what.device();
-  if (device.is_cuda()) {
-    if (WorkPtr work; start_known(what, replay, &work)) {
-      return coalescing_.is_open() ? coalescing_.note(std::move(work), what) : work;
-    }
-    // On its stream, or handed to the delegate, when this returns.
-    Submitted submitted(std::move(what), replay);
-    submitted.on_device = this;
-    return coalescing_.note(submit_on_device(submitted, sequence), submitted.call);
-  }
-  if (device.is_cpu()) what.note_written();
-  const InCollective counted;
-  std::optional<std::string> not_native;
-  if (what.not_native != nullptr) not_native = what.not_native;
-  if (!not_native) not_native = why_not_host(what.inputs);
-  if (!not_native && !what.in_place) not_native = why_not_host(what.outputs);
-  if (!setup_.core.native || not_native) {
-    Submitted submitted(std::move(what), replay);
-    hand_over(submitted, not_native);
-    return coalescing_.note(delegation_.watched(submitted), submitted.call);
-  }
-  // Lives until the operation has ended: the core hands it to the delegate if it comes to that.
-  const auto submitted = std::make_shared<Submitted>(std::move(what), replay);
-  submitted->keep();
-  const Call& call = submitted->call;
-
-  using Direction = Contiguous::Direction;
-  const auto inputs = std::make_shared<Contiguous>(
-      call.inputs, call.in_place ? call.in_place_direction(rank_) : Direction::kInput);
-  const auto outputs =
-      call.in_place ? inputs : std::make_shared<Contiguous>(call.outputs, Direction::kOutput);
-  const std::vector<void*> input_pointers = inputs->pointers();
-  const std::vector<void*> output_pointers = outputs->pointers();
-  dpt_request request = submitted->describe(setup_.limit_of(call.timeout));
-  request.inputs = input_pointers.data();
-  request.outputs = output_pointers.data();
-  request.asynchronous = call.asynchronous || coalescing_.is_open() || handles_signals();
-  // Before, as what runs here is over when submit_to_core returns.
-  std::optional<CodeLine> line;
-  if (request.asynchronous == 0 && calling_lines_.is_due(request)) line = CallingLines::find();
-  const dpt_place place = line ? place_of(*line) : dpt_place{};
-  if (line) request.place = &place;
-
-  NativeWork::Options work_options{rank_,
-                                   call.op_type,
-                                   call.title,
-                                   setup_.profiled_as(call.title, at::kCPU),
-                                   sequence,
-                                   call.results.vec(),
-                                   setup_.hooks.explain};
-  work_options.finalize = [inputs, outputs, submitted] {
-    if (submitted->delegated) return;  // the delegate wrote to the tensors themselves
-    outputs->copy_back();
-    if (submitted->call.after) submitted->call.after();
-  };
-  work_options.source = call.source;
-  work_options.delegate_failure = [submitted] { return submitted->failure; };
-  std::optional<std::vector<at::Tensor>> profiled;
-  if (at::hasCallbacks()) {
-    profiled = (call.shown.empty() ? call.inputs : call.shown).vec();
-  }
-  auto work = c10::make_intrusive<NativeWork>(std::move(work_options), profiled);
-
-  dpt_outcome outcome = DPT_COMPLETED;
-  native_.submit(request, submitted->failure, work, &outcome);
-  work->record_as(setup_.api, submitted->recorded);
-  if (request.asynchronous != 0) calling_lines_.note(request, submitted->recorded);
-  WorkPtr result = work;
-  if (outcome == DPT_COMPLETED) work->complete(DPT_OK, "");
-  if (outcome == DPT_DELEGATED) result = delegation_.watched(*submitted);
-  return coalescing_.note(result, call);
-}
-
-// On host memory, what is the delegate's whatever the core thinks of it: the call returns when that
-// has it.
-void Backend::hand_over(Submitted& submitted, const std::optional<std::string>& not_native) {
-  dpt_request request = submitted.describe(setup_.limit_of(submitted.call.timeout));
-  request.not_native = not_native ? not_native->c_str() : nullptr;
-  request.asynchronous |= coalescing_.is_open() ? 1 : 0;
-  dpt_outcome outcome = DPT_DELEGATED;
-  native_.submit(request, submitted.failure, nullptr, &outcome);
-  calling_lines_.note(request, submitted.recorded);
 }
 
 void Backend::check_root(const char* op, int64_t root) const {

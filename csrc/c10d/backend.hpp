@@ -25,6 +25,7 @@
 #include "group_setup.hpp"
 #include "native_group.hpp"
 #include "replay.hpp"
+#include "submission.hpp"
 #include "work.hpp"
 
 namespace dpt::c10d_adapter {
@@ -124,34 +125,10 @@ class Backend : public c10d::Backend {
   WorkPtr recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
  private:
-  WorkPtr submit(Call call, const Replay& replay);
-  void hand_over(Submitted& submitted, const std::optional<std::string>& not_native);
-  // The short way of what is known to be the stock backend's; false: take the other.
-  bool start_known(const Call& call, const Replay& replay, WorkPtr* work);
-  WorkPtr submit_on_device(Submitted& submitted, uint64_t sequence);
-  // Some of a list's operations, by their places in it.
-  using Places = std::vector<size_t>;
-  // Several operations of one kind, of which `start` starts one. On GPUs those that are the stock
-  // backend's go there by `together`, in one piece, of which NCCL makes one kernel.
-  WorkPtr coalesced(c10d::OpType op_type,
-                    const std::vector<at::Tensor>& inputs,
-                    const std::vector<at::Tensor>& results,
-                    c10::function_ref<WorkPtr(size_t)> start,
-                    c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together);
-  // For coalesced(), which asks this thread's submit() for its request and no more.
-  bool is_only_asked_for(const Call& call) const;
-  // Those of the list that are the stock backend's, and what `together` gives of them.
-  Places start_together(const at::Device& device,
-                        const std::vector<dpt_request>& requests,
-                        c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together,
-                        WorkPtr* work);
-  // The request of an operation on an accelerator that native code may serve, without its buffers;
-  // false: it is another.
-  bool describe_plain(const Call& call, const at::Device& device, dpt_request* request) const;
-  static void* start_stream(void* call);
-  static int is_busy(void* call);
+  WorkPtr submit(Call&& call, const Replay& replay) {
+    return submission_.submit(std::move(call), replay);
+  }
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
-  std::string failed_monitored_barrier(const std::string& text, Milliseconds limit) const;
   void check_root(const char* op, int64_t root) const;
   // Ends the native part. Whether the delegates were abandoned.
   bool end_native();
@@ -160,14 +137,12 @@ class Backend : public c10d::Backend {
   GroupSetup setup_;  // first: see [Gloo's layout]
   DeviceStreams streams_{setup_.api};
   at::Device barrier_device_ = at::kCPU;
-  std::atomic<c10::DeviceIndex> used_device_{-1};  // the accelerator's of the first operation
   Delegates delegates_{setup_};
   Coalescing coalescing_{setup_};
   Delegation delegation_{setup_, delegates_, coalescing_, streams_};
   NativeGroup native_{setup_, delegation_.table()};
   CallingLines calling_lines_{setup_.api};
-  CallChecks checks_{setup_};
-  std::atomic<int> askers_{0};  // threads in coalesced() that ask
+  Submission submission_{{setup_, native_, delegation_, coalescing_, calling_lines_}, streams_};
 };
 
 }  // namespace dpt::c10d_adapter

@@ -1,27 +1,10 @@
-// Several operations that are one call of the program's: a list of one kind, or what it starts
-// between startCoalescing and endCoalescing.
-//
-// NOTE [Coalesced] NCCL makes one kernel of a list that it is given in one piece, and ranks must
-// give it the same pieces. So the core is asked which of the list are the stock backend's, and
-// finds the same ones on all ranks. Where native code would be kernels one after another these are
-// all, else those that are settled to be the stock backend's. Each other goes its own way.
-#include <c10/util/ScopeExit.h>
-
+// c10d's entry points for lists of operations of one kind.
 #include <algorithm>
 
 #include "backend.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
-
-// While coalesced() asks what it is that would be started. All is checked then, before anything is.
-struct Asking {
-  const Backend* backend;
-  at::Device device;
-  std::vector<dpt_request> requests = {};
-  bool are_plain = true;
-};
-thread_local Asking* asking = nullptr;
 
 void check_as_many(const char* op,
                    const std::vector<at::Tensor>& outputs,
@@ -75,51 +58,6 @@ void copy_back(const std::vector<at::Tensor>& list, const at::Tensor& message) {
 
 }  // namespace
 
-bool Backend::is_only_asked_for(const Call& call) const {
-  if (asking == nullptr || asking->backend != this) return false;
-  asking->are_plain =
-      asking->are_plain && call.device() == asking->device &&
-      describe_plain(call, asking->device, &asking->requests.emplace_back(dpt_request{}));
-  return true;
-}
-
-WorkPtr Backend::coalesced(c10d::OpType op_type,
-                           const std::vector<at::Tensor>& inputs,
-                           const std::vector<at::Tensor>& results,
-                           c10::function_ref<WorkPtr(size_t)> start,
-                           c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together) {
-  std::vector<WorkPtr> parts;
-  Places started;
-  const bool is_debugged = checks_.are_on();
-  if (together && inputs.size() > 1 && inputs[0].is_cuda() && !coalescing_.is_open() &&
-      !is_debugged) {
-    Asking mine{this, inputs[0].device()};
-    {
-      ++askers_;
-      asking = &mine;
-      const auto asked = c10::make_scope_exit([this] {
-        asking = nullptr;
-        --askers_;
-      });
-      for (size_t i = 0; i < inputs.size(); ++i) start(i);
-    }
-    // NCCL's backend refuses a list of several types, which may as well be one by one.
-    const bool is_one_type =
-        std::all_of(mine.requests.begin(), mine.requests.end(), [&](const dpt_request& each) {
-          return each.dtype == mine.requests[0].dtype;
-        });
-    WorkPtr work;
-    if (mine.are_plain && is_one_type)
-      started = start_together(mine.device, mine.requests, together, &work);
-    if (work) parts.push_back(std::move(work));
-  }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (std::binary_search(started.begin(), started.end(), i)) continue;
-    if (WorkPtr part = start(i)) parts.push_back(std::move(part));
-  }
-  return join_works(rank_, op_type, std::move(parts), results);
-}
-
 WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                      const c10d::AllreduceCoalescedOptions& options) {
   if (is_one_message(tensors) && !is_integer_mean(options.reduceOp, tensors[0])) {
@@ -148,11 +86,12 @@ WorkPtr Backend::allreduce_coalesced(std::vector<at::Tensor>& tensors,
     std::vector<at::Tensor> one = {tensors[i]};
     return allreduce(one, options);
   };
-  const auto together = [&](c10d::Backend& stock, const Places& places) {
+  const auto together = [&](c10d::Backend& stock, const CoalescedLists::Places& places) {
     std::vector<at::Tensor> some = at_places(tensors, places);
     return stock.allreduce_coalesced(some, options);
   };
-  return coalesced(c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, start, together);
+  return submission_.lists().submit(
+      c10d::OpType::ALLREDUCE_COALESCED, tensors, tensors, start, together);
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
@@ -202,7 +141,8 @@ WorkPtr Backend::allgather_coalesced(std::vector<std::vector<at::Tensor>>& outpu
     return allgather(one_output, one_input, options);
   };
   // NCCL's backend has none.
-  return coalesced(c10d::OpType::ALLGATHER_COALESCED, inputs, results, start, nullptr);
+  return submission_.lists().submit(
+      c10d::OpType::ALLGATHER_COALESCED, inputs, results, start, nullptr);
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
@@ -210,12 +150,12 @@ WorkPtr Backend::allgather_into_tensor_coalesced(std::vector<at::Tensor>& output
                                                  const c10d::AllgatherOptions& options) {
   check_as_many("all_gather_into_tensor_coalesced", outputs, inputs);
   const auto start = [&](size_t i) { return _allgather_base(outputs[i], inputs[i], options); };
-  const auto together = [&](c10d::Backend& stock, const Places& places) {
+  const auto together = [&](c10d::Backend& stock, const CoalescedLists::Places& places) {
     std::vector<at::Tensor> some_outputs = at_places(outputs, places);
     std::vector<at::Tensor> some_inputs = at_places(inputs, places);
     return stock.allgather_into_tensor_coalesced(some_outputs, some_inputs, options);
   };
-  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, together);
+  return submission_.lists().submit(c10d::OpType::COALESCED, inputs, outputs, start, together);
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
@@ -223,12 +163,12 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& output
                                                  const c10d::ReduceScatterOptions& options) {
   check_as_many("reduce_scatter_tensor_coalesced", outputs, inputs);
   const auto start = [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], options); };
-  const auto together = [&](c10d::Backend& stock, const Places& places) {
+  const auto together = [&](c10d::Backend& stock, const CoalescedLists::Places& places) {
     std::vector<at::Tensor> some_outputs = at_places(outputs, places);
     std::vector<at::Tensor> some_inputs = at_places(inputs, places);
     return stock.reduce_scatter_tensor_coalesced(some_outputs, some_inputs, options);
   };
-  return coalesced(c10d::OpType::COALESCED, inputs, outputs, start, together);
+  return submission_.lists().submit(c10d::OpType::COALESCED, inputs, outputs, start, together);
 }
 
 }  // namespace dpt::c10d_adapter

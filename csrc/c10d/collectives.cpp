@@ -8,8 +8,6 @@
 
 #include "backend.hpp"
 #include "convert.hpp"
-#include "python_bridge.hpp"
-#include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -176,6 +174,22 @@ void check_parts(const char* op, bool is_root, size_t found, int size) {
                    is_root ? std::to_string(size) + "), got " : "",
                    std::to_string(found),
                    is_root ? "" : ")"});
+}
+
+// A first monitored barrier meets the other ranks to make gloo's part. Who does not come is told in
+// the words of gloo, which programs look for; empty: that is not what went wrong.
+std::string failed_monitored_barrier(const std::string& text, Milliseconds limit, int rank) {
+  static const std::regex missing("rank\\(s\\) ([0-9]+)[0-9, ]* did not join");
+  std::smatch found;
+  if (!std::regex_search(text, found, missing)) return "";
+  const std::string own = "Rank " + std::to_string(rank);
+  const std::string within = std::to_string(limit.count()) + " ms: " + text;
+  if (rank != 0) {
+    return own +
+           " successfully reached monitoredBarrier, but received errors while waiting: " + text;
+  }
+  if (limit.count() == 0) return own + " timed out in monitoredBarrier after " + within;
+  return "Rank " + found[1].str() + " failed to pass monitoredBarrier in " + within;
 }
 
 }  // namespace
@@ -367,7 +381,7 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& asked) {
   // where there is neither. The delegate isn't told of the one, and native operations don't use it.
   if (device.is_cuda() && options.device_ids.empty()) {
     const std::optional<at::Device> bound = getBoundDeviceId();
-    const c10::DeviceIndex index = bound ? bound->index() : used_device_.load();
+    const c10::DeviceIndex index = bound ? bound->index() : submission_.first_device();
     if (index >= 0) options.device_ids = {index};
   }
   std::vector<at::Tensor> nothing;
@@ -387,22 +401,6 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& asked) {
                 options));
 }
 
-// A first monitored barrier meets the other ranks to make gloo's part. Who does not come is told in
-// the words of gloo, which programs look for; empty: that is not what went wrong.
-std::string Backend::failed_monitored_barrier(const std::string& text, Milliseconds limit) const {
-  static const std::regex missing("rank\\(s\\) ([0-9]+)[0-9, ]* did not join");
-  std::smatch found;
-  if (!std::regex_search(text, found, missing)) return "";
-  const std::string own = "Rank " + std::to_string(rank_);
-  const std::string within = std::to_string(limit.count()) + " ms: " + text;
-  if (rank_ != 0) {
-    return own +
-           " successfully reached monitoredBarrier, but received errors while waiting: " + text;
-  }
-  if (limit.count() == 0) return own + " timed out in monitoredBarrier after " + within;
-  return "Rank " + found[1].str() + " failed to pass monitoredBarrier in " + within;
-}
-
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const auto replay = replaying(
       [](c10d::Backend& stock, auto& options, auto& wait_all_ranks) {
@@ -411,22 +409,20 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
       },
       options,
       wait_all_ranks);
-  Submitted submitted({.collective = DPT_BARRIER,
-                       .op_type = c10d::OpType::BARRIER,
-                       .title = "deepytorch:barrier",
-                       .timeout = options.timeout,
-                       .asynchronous = false},
-                      replay);
-  native_.check_open(submitted.call.title);
   try {
-    hand_over(submitted, "monitored");
+    submission_.run_on_delegate({.collective = DPT_BARRIER,
+                                 .op_type = c10d::OpType::BARRIER,
+                                 .title = "deepytorch:barrier",
+                                 .timeout = options.timeout,
+                                 .asynchronous = false},
+                                replay,
+                                "monitored");
   } catch (const std::exception& error) {
-    const std::string words =
-        failed_monitored_barrier(text_of(error), setup_.limit_of(submitted.call.timeout));
+    const Milliseconds limit = setup_.limit_of(options.timeout);
+    const std::string words = failed_monitored_barrier(text_of(error), limit, rank_);
     if (words.empty()) throw;
     C10_THROW_ERROR(DistBackendError, words);
   }
-  setup_.api->record_end(submitted.recorded, DPT_OK, /*on_stream=*/0);
 }
 
 WorkPtr Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& asked) {

@@ -21,6 +21,7 @@ namespace dpt::c10d_adapter {
 // one on a stream of the group, behind what the caller's stream holds. Kernels of a group share
 // flags, so each waits for the one before wherever that ran. What one graph captures and what it
 // does not cannot be ordered by events: that is the program's to do.
+// Thread safety: none, as operations come in call order.
 class DeviceStreams {
  public:
   explicit DeviceStreams(const dpt_api* api) : api_(api) {}

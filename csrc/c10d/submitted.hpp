@@ -15,7 +15,7 @@
 
 namespace dpt::c10d_adapter {
 
-class Backend;
+class DeviceOperations;
 
 struct Submitted {
   Submitted(Call what, const Replay& how) : call(std::move(what)), replay(&how) {}
@@ -26,10 +26,10 @@ struct Submitted {
   const Replay* replay;
   WorkPtr delegated;  // the delegate's work, when it was the one to carry out the call
   std::exception_ptr failure;
-  uint64_t recorded = 0;                 // the call's number in the flight record
-  Backend* on_device = nullptr;          // those that it is one of; none: on host memory
-  std::optional<c10::Stream> stream;     // of a native operation on an accelerator
-  std::function<void()> make_stand_ins;  // for that, before the stream is asked for; once
+  uint64_t recorded = 0;                  // the call's number in the flight record
+  DeviceOperations* on_device = nullptr;  // those that it is one of; none: on host memory
+  std::optional<c10::Stream> stream;      // of a native operation on an accelerator
+  std::function<void()> make_stand_ins;   // for that, before the stream is asked for; once
 
   // From here on it may outlive the call that it was made for.
   void keep() {

@@ -1,5 +1,5 @@
-// The road of operations on an accelerator: Call -> dpt_request -> a kernel on a stream, or the
-// delegate's Work.
+#include "device_operations.hpp"
+
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
@@ -8,10 +8,7 @@
 #include <exception>
 #include <utility>
 
-#include "backend.hpp"
-#include "device.hpp"
 #include "python_bridge.hpp"
-#include "submitted.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -62,37 +59,38 @@ bool takes_lists(c10d::OpType op_type) {
 
 }  // namespace
 
-void* Backend::start_stream(void* call) {
+void* DeviceOperations::start_stream(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
-  Backend& backend = *submitted->on_device;
+  DeviceOperations& operations = *submitted->on_device;
   const at::Device device = submitted->device();
   if (const auto make = std::exchange(submitted->make_stand_ins, nullptr)) make();
-  submitted->stream = backend.streams_.begin(device, submitted->call.asynchronous);
+  submitted->stream = operations.streams_.begin(device, submitted->call.asynchronous);
   return submitted->stream->native_handle();
 }
 
-int Backend::is_busy(void* call) {
+int DeviceOperations::is_busy(void* call) {
   auto* const submitted = static_cast<Submitted*>(call);
-  Backend& backend = *submitted->on_device;
-  return backend.coalescing_.is_open() || backend.streams_.is_capturing(submitted->device());
+  DeviceOperations& operations = *submitted->on_device;
+  return operations.parts_.coalescing.is_open() ||
+         operations.streams_.is_capturing(submitted->device());
 }
 
-[[gnu::hot]] bool Backend::describe_plain(const Call& call,
-                                          const at::Device& device,
-                                          dpt_request* request) const {
+[[gnu::hot]] bool DeviceOperations::describe_plain(const Call& call,
+                                                   const at::Device& device,
+                                                   dpt_request* request) const {
   if (call.uneven || call.not_native != nullptr) return false;
   if (why_not_plain(call.inputs, device) != nullptr) return false;
   if (!call.in_place && why_not_plain(call.outputs, device) != nullptr) return false;
   *request = call.describe();
-  request->timeout_ms = setup_.limit_of(call.timeout).count();
+  request->timeout_ms = parts_.setup.limit_of(call.timeout).count();
   request->on_device = 1;
   request->device = device.index();
   return true;
 }
 
-[[gnu::hot, gnu::flatten]] bool Backend::start_known(const Call& call,
-                                                     const Replay& replay,
-                                                     WorkPtr* work) {
+[[gnu::hot, gnu::flatten]] bool DeviceOperations::start_known(const Call& call,
+                                                              const Replay& replay,
+                                                              WorkPtr* work) {
   const at::Device device = call.device();
   dpt_request request;
   if (!describe_plain(call, device, &request)) return false;
@@ -104,29 +102,28 @@ int Backend::is_busy(void* call) {
   // Either may wait for a thread that waits for the GIL.
   without_gil([&]() __attribute__((hot, flatten)) {
     dpt_known begun;
-    is_known = setup_.api->begin_known(native_.comm(), &request, &begun) != 0;
+    is_known = parts_.setup.api->begin_known(parts_.native.comm(), &request, &begun) != 0;
     if (!is_known) return;
     recorded = begun.recorded;
     try {
-      *work = delegation_.start_on_device(device, replay, begun.node_of, call.asynchronous);
-      setup_.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
+      *work = parts_.delegation.start_on_device(device, replay, begun.node_of, call.asynchronous);
+      parts_.setup.api->record_end(begun.recorded, DPT_OK, /*on_stream=*/1);
     } catch (...) {
       failure = std::current_exception();
       error.message[0] = '\0';
       status = Delegation::describe_caught(device, &error);
-      status = setup_.api->fail_known(native_.comm(), &request, &begun, status, &error);
+      status = parts_.setup.api->fail_known(parts_.native.comm(), &request, &begun, status, &error);
     }
   });
-  if (status != DPT_OK) native_.throw_failure(status, failure, error);
-  calling_lines_.note(request, recorded);
+  if (status != DPT_OK) parts_.native.throw_failure(status, failure, error);
+  parts_.calling_lines.note(request, recorded);
   return is_known;
 }
 
-Backend::Places Backend::start_together(
-    const at::Device& device,
-    const std::vector<dpt_request>& requests,
-    c10::function_ref<WorkPtr(c10d::Backend&, const Places&)> together,
-    WorkPtr* work) {
+DeviceOperations::Places DeviceOperations::start_together(const at::Device& device,
+                                                          const std::vector<dpt_request>& requests,
+                                                          Together together,
+                                                          WorkPtr* work) {
   std::vector<uint64_t> recorded(requests.size());
   std::vector<int> begun(requests.size());
   Places places;
@@ -134,35 +131,43 @@ Backend::Places Backend::start_together(
   dpt_error error{};
   std::exception_ptr failure;
   without_gil([&] {
-    status = setup_.api->begin_coalesced(
-        native_.comm(), requests.data(), requests.size(), recorded.data(), begun.data(), &error);
+    status = parts_.setup.api->begin_coalesced(parts_.native.comm(),
+                                               requests.data(),
+                                               requests.size(),
+                                               recorded.data(),
+                                               begun.data(),
+                                               &error);
     for (size_t i = 0; i < requests.size(); ++i) {
       if (begun[i] != 0) places.push_back(i);
     }
     if (places.empty()) return;
     try {
       const auto start = [&](c10d::Backend& stock) { return together(stock, places); };
-      *work =
-          delegation_.start_on_device(device, replaying(start), nullptr, /*asynchronous=*/false);
+      *work = parts_.delegation.start_on_device(
+          device, replaying(start), nullptr, /*asynchronous=*/false);
     } catch (...) {
       failure = std::current_exception();
       status = Delegation::describe_caught(device, &error);
       const dpt_known first{recorded[places[0]], nullptr};
-      status = setup_.api->fail_known(native_.comm(), &requests[places[0]], &first, status, &error);
+      status = parts_.setup.api->fail_known(
+          parts_.native.comm(), &requests[places[0]], &first, status, &error);
     }
-    for (const size_t place : places) setup_.api->record_end(recorded[place], status, 1);
+    for (const size_t place : places) parts_.setup.api->record_end(recorded[place], status, 1);
   });
-  if (status != DPT_OK) native_.throw_failure(status, failure, error);
-  for (const size_t place : places) calling_lines_.note(requests[place], recorded[place]);
+  if (status != DPT_OK) parts_.native.throw_failure(status, failure, error);
+  for (const size_t place : places) parts_.calling_lines.note(requests[place], recorded[place]);
   return places;
 }
 
-WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
+WorkPtr DeviceOperations::submit(Call&& what, const Replay& replay, uint64_t sequence) {
+  // It need not outlive this call: the operation is then on its stream, or with the delegate.
+  Submitted submitted(std::move(what), replay);
+  submitted.on_device = this;
   const Call& call = submitted.call;
   const at::Device device = submitted.device();
-  if (used_device_ < 0 && call.collective != DPT_BARRIER) used_device_ = device.index();
+  if (first_device_ < 0 && call.collective != DPT_BARRIER) first_device_ = device.index();
 
-  const auto parts = static_cast<size_t>(size_);
+  const auto parts = static_cast<size_t>(parts_.setup.size);
   const bool takes_parts = call.collective == DPT_ALL_GATHER || call.collective == DPT_GATHER;
   const bool exchanges = call.collective == DPT_ALL_TO_ALL;
   const bool lists = takes_lists(call.op_type);
@@ -190,7 +195,7 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
       };
     }
   }
-  dpt_request request = submitted.describe(setup_.limit_of(call.timeout));
+  dpt_request request = submitted.describe(parts_.setup.limit_of(call.timeout));
   request.inputs = inputs.data();
   request.outputs = outputs.data();
   request.not_native = not_native;
@@ -199,9 +204,11 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
   request.stream = start_stream;
   request.busy = is_busy;
   dpt_outcome outcome = DPT_COMPLETED;
-  native_.submit(request, submitted.failure, nullptr, &outcome);
-  calling_lines_.note(request, submitted.recorded);
-  if (outcome == DPT_DELEGATED) return delegation_.watched(submitted);
+  parts_.native.submit(request, submitted.failure, nullptr, &outcome);
+  parts_.calling_lines.note(request, submitted.recorded);
+  if (outcome == DPT_DELEGATED) {
+    return parts_.coalescing.note(parts_.delegation.watched(submitted), call);
+  }
   call.note_written();
   std::exception_ptr failure;
   if (taken) {
@@ -220,11 +227,14 @@ WorkPtr Backend::submit_on_device(Submitted& submitted, uint64_t sequence) {
     const at::TensorList used = (*each)->tensors();
     tensors.insert(tensors.end(), used.begin(), used.end());
   }
-  auto work = c10::make_intrusive<DeviceWork>(
-      rank_, call.op_type, setup_.profiled_as(call.title, at::kCUDA), sequence, call.results.vec());
+  auto work = c10::make_intrusive<DeviceWork>(parts_.setup.rank,
+                                              call.op_type,
+                                              parts_.setup.profiled_as(call.title, at::kCUDA),
+                                              sequence,
+                                              call.results.vec());
   work->started(*submitted.stream, std::move(tensors));
   if (failure) std::rethrow_exception(failure);  // the work holds back what is in use
-  return work;
+  return parts_.coalescing.note(std::move(work), call);
 }
 
 }  // namespace dpt::c10d_adapter
