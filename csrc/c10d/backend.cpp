@@ -55,6 +55,13 @@ void Backend::setTimeout(Milliseconds timeout) {
   delegates_.set_timeout(timeout);
 }
 
+// c10d passes the device's index alone. CPU devices have none as a rule, and accelerators have one
+// where it matters (FSDP2).
+bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
+  if (index < 0 && barrier_device_.is_cpu()) return memory_.is_on_host();
+  return memory_.is_on_device(index);
+}
+
 c10d::ErrorType Backend::getError() { return delegates_.error(); }
 
 void Backend::abort() {

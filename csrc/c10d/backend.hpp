@@ -1,32 +1,25 @@
-// The c10d backend "deepytorch": checks arguments, turns tensors into buffers and hands each
-// operation to the core, which runs it natively or names the delegate. No collective is carried out
-// here.
+// The c10d backend "deepytorch": c10d's interface, and the owner of a group's parts. It checks
+// arguments and describes each operation, which `submission_` takes from there. No collective is
+// carried out here.
 //
-// Thread safety: as c10d asks: any thread, operations in call order.
+// Locks: it has none of its own, each part says what guards it. No part calls another with a lock
+// held. Thread safety: as c10d asks: any thread, operations in call order.
 #pragma once
 
-#include <atomic>
-#include <functional>
-#include <memory>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
-#include "call.hpp"
-#include "call_checks.hpp"
 #include "calling_lines.hpp"
 #include "coalescing.hpp"
-#include "convert.hpp"
-#include "deepytorch.h"
 #include "delegates.hpp"
 #include "delegation.hpp"
 #include "device.hpp"
 #include "group_setup.hpp"
 #include "native_group.hpp"
+#include "registered.hpp"
 #include "replay.hpp"
 #include "submission.hpp"
-#include "work.hpp"
 
 namespace dpt::c10d_adapter {
 
@@ -46,8 +39,8 @@ class Backend : public c10d::Backend {
   // is the accelerator's, whose stream only the stock backend waits for.
   void serve_accelerator_only(const std::string& device) { barrier_device_ = at::Device(device); }
 
-  // Ends the native part and nothing else, until `rejoin`. Of a group that is not to be ours any
-  // more, and may be again.
+  // Ends the native part and nothing else, until `rejoin`: the group is not to be ours any more,
+  // and may be again.
   void leave();
   void rejoin();
 
@@ -67,12 +60,12 @@ class Backend : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // Registered memory: `size` elements, content undefined, that collectives of local ranks use
-  // without a copy. It belongs to the process: the tensor may outlive the group.
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  // Registered memory, which collectives of local ranks use without a copy. It belongs to the
+  // process: the tensor may outlive the group.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return memory_.allocate(size, options);
+  }
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
-  // The same on GPUs, rather than what NCCL allocates.
-  bool has_device_memory() const;
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override;
@@ -129,20 +122,23 @@ class Backend : public c10d::Backend {
     return submission_.submit(std::move(call), replay);
   }
   WorkPtr receive(std::vector<at::Tensor>& tensors, int peer, int tag, const Replay& replay);
+  // Throws unless it is a rank of the group. `op`: the operation, for the message.
   void check_root(const char* op, int64_t root) const;
   // Ends the native part. Whether the delegates were abandoned.
   bool end_native();
+  // Calls the program's hook, once.
   void tell_closed();
 
-  GroupSetup setup_;  // first: see [Gloo's layout]
+  GroupSetup setup_;                      // first: see [Gloo's layout]
+  at::Device barrier_device_ = at::kCPU;  // set when the group is made, if at all
   DeviceStreams streams_{setup_.api};
-  at::Device barrier_device_ = at::kCPU;
   Delegates delegates_{setup_};
   Coalescing coalescing_{setup_};
   Delegation delegation_{setup_, delegates_, coalescing_, streams_};
   NativeGroup native_{setup_, delegation_.table()};
   CallingLines calling_lines_{setup_.api};
   Submission submission_{{setup_, native_, delegation_, coalescing_, calling_lines_}, streams_};
+  RegisteredMemory memory_{setup_, delegates_};
 };
 
 }  // namespace dpt::c10d_adapter

@@ -1,12 +1,12 @@
-// Tensors in registered memory: what torch asks a backend for as allocate_tensor (FSDP2's
-// communication buffers, DDP's buckets).
+#include "registered.hpp"
+
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/Allocator.h>
 
 #include <cstring>
 
-#include "backend.hpp"
+#include "convert.hpp"
 
 namespace dpt::c10d_adapter {
 namespace {
@@ -43,10 +43,7 @@ class RegisteredAllocator : public c10::Allocator {
 
 }  // namespace
 
-// c10d passes the device's index alone. CPU devices have none as a rule, and accelerators have one
-// where it matters (FSDP2).
-bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
-  if (index < 0 && barrier_device_.is_cpu()) return setup_.core.native && size_ > 1;
+bool RegisteredMemory::is_on_device(c10::DeviceIndex index) const {
   if (!at::hasCUDA()) return false;
   if (has_device_memory()) return true;
   try {
@@ -56,13 +53,11 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   }
 }
 
-// As long as nobody has timed whole trainings with it, it is for who asks for native collectives.
-bool Backend::has_device_memory() const {
-  return setup_.core.native && size_ > 1 && setup_.device_memory.is_there &&
-         setup_.device_memory.is_there();
+bool RegisteredMemory::has_device_memory() const {
+  return is_on_host() && setup_.device_memory.is_there && setup_.device_memory.is_there();
 }
 
-at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+at::Tensor RegisteredMemory::allocate(int64_t size, const at::TensorOptions& options) const {
   const at::Device device = options.device();
   DPT_CHECK_VALUE(size >= 0, {"allocate_tensor: size ", std::to_string(size), " is negative"});
   if (device.is_cuda() && has_device_memory()) {
