@@ -27,6 +27,7 @@ from deepytorch_core.doctor.checks import (
     compiler,
     container,
     driver,
+    extensions,
     frameworks,
     iommu,
     nccl,
@@ -277,6 +278,33 @@ def test_a_cache_that_can_not_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(tmp_path / "file") in finding.evidence
     monkeypatch.setenv("DEEPYTORCH_CACHE_DIR", str(tmp_path / "own"))
     assert only(cache, Machine()).state == State.OKAY
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_a_lock_of_a_killed_build_is_told_from_one_that_is_held(
+    is_default: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "torch_extensions"
+    names = [f"py311_cpu/{name}" if is_default else name for name in ("killed", "built", "whole")]
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    environment = {"TORCH_EXTENSIONS_DIR": str(folder)}
+    machine = Machine(environment={"XDG_CACHE_HOME": str(tmp_path)} if is_default else environment)
+    assert only(extensions, machine).state == State.OKAY
+    killed = folder / names[0] / "lock"
+    killed.touch()
+    with (folder / names[1] / "lock").open("w"):
+        finding = only(extensions, machine)
+    assert finding.state == State.FAIL
+    assert finding.remedy == f"rm {killed}"
+    killed.unlink()
+    (folder / names[1] / "lock").unlink()
+    assert only(extensions, machine).state == State.OKAY
+
+
+def test_a_machine_without_extensions(tmp_path: Path) -> None:
+    for environment in ({}, {"HOME": str(tmp_path)}):
+        assert only(extensions, Machine(environment=environment)).state == State.NOT_HERE
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -12,6 +12,7 @@ from deepytorch_core.doctor.checks import (
     container,
     core,
     data,
+    extensions,
     files,
     frameworks,
     interface,
@@ -175,6 +176,17 @@ CASES: dict[Any, tuple[Any, list[tuple[dict[str, Any], State, str, str]]]] = {
                 "export DEEPYTORCH_CACHE_DIR=",
             ),
             ({"free_bytes": 1 << 20}, WARN, "1 MiB free", "df -h"),
+        ],
+    ),
+    extensions: (
+        extensions.ExtensionFacts("/home/me/.cache/torch_extensions", ()),
+        [
+            (
+                {"left": ("/e/py311_cpu/fused_adam/lock",)},
+                FAIL,
+                "whatever needs fused_adam waits",
+                "rm /e/py311_cpu/fused_adam/lock",
+            ),
         ],
     ),
     package: (
