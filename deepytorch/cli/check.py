@@ -73,12 +73,12 @@ def _checks(num_gpus: int, folder: str) -> list[_Check]:
     ]
 
 
-def _passes(one: _Check) -> bool:
+def _passes(command: _Check) -> bool:
     """Run it, and print a line; what it printed only where it fails."""
     out, begun = console.out(), time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "deepytorch.cli", *one.words],
+            [sys.executable, "-m", "deepytorch.cli", *command.words],
             capture_output=True,
             text=True,
             errors="replace",
@@ -89,8 +89,8 @@ def _passes(one: _Check) -> bool:
     except subprocess.TimeoutExpired as error:
         status, printed = 1, f"it took longer than {error.timeout:.0f} s"
     seconds = time.monotonic() - begun
-    out.print(f"{'ok  ' if status == 0 else 'FAIL'}  {one.what}  {seconds:.0f} s", markup=False)
+    out.print(f"{'ok  ' if status == 0 else 'FAIL'}  {command.what}  {seconds:.0f} s", markup=False)
     if status:
         out.print(printed, markup=False, soft_wrap=True)
-        out.print(f"      {one.remedy}: deepytorch {' '.join(one.words)}", markup=False)
+        out.print(f"      {command.remedy}: deepytorch {' '.join(command.words)}", markup=False)
     return status == 0

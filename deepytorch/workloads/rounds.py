@@ -39,11 +39,11 @@ def compare(job: TrainJob, *, rounds: int, say: Callable[[str], None]) -> Record
         first = timing.OURS if number % 2 == 0 else timing.BASELINE
         trace = job.trace and f"{job.trace}/round{number + 1}"
         found += launch.run(dataclasses.replace(job, first=first, trace=trace))
-        one = timing.compare(blocks_of(found[-1]))
-        low, high = one.spread
+        times = timing.compare(blocks_of(found[-1]))
+        low, high = times.spread
         say(
-            f"round {number + 1}/{rounds}  {job.baseline} {one.baseline_time_us / 1e3:.2f} ms, "
-            f"deepytorch {one.time_us / 1e3:.2f} ms a step: {one.speedup:.2f}x "
+            f"round {number + 1}/{rounds}  {job.baseline} {times.baseline_time_us / 1e3:.2f} ms, "
+            f"deepytorch {times.time_us / 1e3:.2f} ms a step: {times.speedup:.2f}x "
             f"(quartiles {low:.2f} to {high:.2f})"
         )
     return record(job, found)

@@ -75,9 +75,9 @@ def lasting(target_us: float, about: Callable[[timing.Call], float]) -> Products
     """
 
     def time_of(width: int) -> float:
-        one = Products(Amount(width, 1))
-        one.run()  # the first chooses a kernel, which takes long
-        return about(one.run)
+        trial = Products(Amount(width, 1))
+        trial.run()  # the first chooses a kernel, which takes long
+        return about(trial.run)
 
     products = Products(amount_for(target_us, time_of))
     products.time_us = about(products.run)

@@ -85,7 +85,7 @@ def select(files: Mapping[str, Sequence[Record]], file: str, settings: str) -> C
                 f"{file}, {settings}: records differ in {what}: {', '.join(values)}; "
                 "choose some by a setting"
             )
-    series, bars_of = _KINDS.get(fitting[0].get("bench", ""), (("deepytorch",), _one))
+    series, bars_of = _KINDS.get(fitting[0].get("bench", ""), (("deepytorch",), _single_bar))
     rows = {_label(record, wanted): bars_of(record) for record in fitting}
     first = fitting[0]
     machine, torch = first["machine"]["name"], first["versions"]["torch"]
@@ -134,13 +134,13 @@ _ALIKE: Mapping[str, Callable[[Record], Any]] = {
 }
 
 
-def _one(record: Record) -> tuple[Bar, ...]:
+def _single_bar(record: Record) -> tuple[Bar, ...]:
     return ((record["speedup"], *record["speedup_spread"]),)
 
 
 def _compiled(record: Record) -> tuple[Bar, ...]:
     theirs = (record["plain_speedup"], *record["plain_speedup_spread"])
-    return (theirs, *_one(record))
+    return (theirs, *_single_bar(record))
 
 
 def _workload(record: Record) -> tuple[Bar, ...]:

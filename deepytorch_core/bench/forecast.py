@@ -306,9 +306,9 @@ def _known_of(emulated: Mapping[str, Any]) -> tuple[float, int]:
     return 1e3 * emulated["delay_ms"], setting.burst_bytes
 
 
-def _same_link(one: Mapping[str, Any] | None, other: Mapping[str, Any]) -> bool:
+def _same_link(link: Mapping[str, Any] | None, other: Mapping[str, Any]) -> bool:
     names = ("link_mbit", "flow_cap_mbit", "delay_ms", "order")
-    return one is not None and all(one[name] == other[name] for name in names)
+    return link is not None and all(link[name] == other[name] for name in names)
 
 
 def _schedules(op: str) -> tuple[str, ...]:

@@ -211,8 +211,8 @@ class StepClock:
             torch.cuda.synchronize(index)
 
 
-def _between(one: tuple[float, Any], other: tuple[float, Any]) -> float:
+def _between(end: tuple[float, Any], other: tuple[float, Any]) -> float:
     """Return the seconds from one step's end to another's."""
-    if one[1] is None or other[1] is None:
-        return other[0] - one[0]
-    return float(one[1].elapsed_time(other[1])) / 1e3
+    if end[1] is None or other[1] is None:
+        return other[0] - end[0]
+    return float(end[1].elapsed_time(other[1])) / 1e3

@@ -96,8 +96,8 @@ class Border:
         for place in sorted(places, key=lambda place: len(self._above[place])):
             if self._above[place]:
                 given = [values[other] for other in self._above[place]]
-                one: Any = values[place]
-                values[place] = _Output.apply(held, place, _leaf, one, *given)  # type: ignore[no-untyped-call]
+                output: Any = values[place]
+                values[place] = _Output.apply(held, place, _leaf, output, *given)  # type: ignore[no-untyped-call]
             if self._is_linked or place in self._facts.kept:
                 held.tensors[place] = weakref.ref(values[place])
         for place, value in values.items():
@@ -300,11 +300,13 @@ class _Output(torch.autograd.Function):
     """Between an output and those that it is computed from."""
 
     @staticmethod
-    def forward(ctx: Any, held: Held, place: int, leaf: Tensor, one: Tensor, *above: Tensor) -> Any:
+    def forward(
+        ctx: Any, held: Held, place: int, leaf: Tensor, output: Tensor, *above: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*above)
         ctx.held, ctx.place = held, place
-        return one.detach()
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, seed: Tensor | None) -> Any:
@@ -411,8 +413,8 @@ def _source(tensor: Tensor) -> Tensor:
     return tensor if is_plain else _leaf_of(tensor)
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
+def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if gradient is None else gradient if other is None else gradient + other
 
 
 # Tells whether a backward pass is for all leaves.

@@ -101,8 +101,8 @@ def _place(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return bool(torch.equal(one.detach(), other.detach()))
+def _is_same(tensor: Any, other: Any) -> bool:
+    return bool(torch.equal(tensor.detach(), other.detach()))
 
 
 def _is_kept(output: Tensor) -> bool:

@@ -81,8 +81,8 @@ class _Draws(TorchFunctionMode):
             self._drawn[id(result)] = result
         return result
 
-    def _is_drawn(self, one: object) -> bool:
-        return isinstance(one, Tensor) and self._drawn.get(id(one)) is one
+    def _is_drawn(self, leaf: object) -> bool:
+        return isinstance(leaf, Tensor) and self._drawn.get(id(leaf)) is leaf
 
 
 def _is_always_false(func: Any, args: Any, kwargs: Any) -> bool:

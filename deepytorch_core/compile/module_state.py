@@ -120,12 +120,12 @@ class States:
         return self._count - 1
 
 
-def _held(one: Any, when_gone: Callable[[Any], None]) -> Any:
+def _held(value: Any, when_gone: Callable[[Any], None]) -> Any:
     """A weak reference; what allows none, such as a list, is kept itself."""
     try:
-        return weakref.ref(one, when_gone)
+        return weakref.ref(value, when_gone)
     except TypeError:
-        return one
+        return value
 
 
 class _Walk:

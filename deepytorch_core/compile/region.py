@@ -591,9 +591,9 @@ def install(
     installed = []
     for region, tried in chosen:
         if tried:
-            one = CompiledRegion(region, tried, budget_s=budget_s, is_on=is_on, hold=hold)
+            compiled = CompiledRegion(region, tried, budget_s=budget_s, is_on=is_on, hold=hold)
             if is_made:
-                one.restart()
-            one.install()
-            installed.append(one)
+                compiled.restart()
+            compiled.install()
+            installed.append(compiled)
     return installed

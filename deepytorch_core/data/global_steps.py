@@ -105,9 +105,9 @@ def full_order(sampler: Any) -> list[int]:
         return [int(index) for index in sampler]
     columns = []
     for rank in range(sampler.num_replicas):
-        one = copy.copy(sampler)
-        one.rank = rank
-        columns.append([int(index) for index in one])
+        rank_sampler = copy.copy(sampler)
+        rank_sampler.rank = rank
+        columns.append([int(index) for index in rank_sampler])
     return list(_interleaved(columns))
 
 

@@ -75,9 +75,9 @@ def _names(pid: int) -> set[str]:
         return below
 
 
-def _name(one: Record) -> str:
+def _name(member: Record) -> str:
     # A process that made groups without saying who it is stands for itself.
-    return one.job or f"process {one.pid}"
+    return member.job or f"process {member.pid}"
 
 
 def ranks(
@@ -112,20 +112,20 @@ def together(local: list[Rank], others: Iterable[Rank], elsewhere: list[int]) ->
     return sorted([*local, *told], key=lambda rank: rank.rank)
 
 
-def _rank(one: Record, answer: str | None) -> Rank:
+def _rank(member: Record, answer: str | None) -> Rank:
     """`answer`: its stacks; empty if it gave none, None if it was not asked."""
-    state, detail = processes.state(one.pid)
+    state, detail = processes.state(member.pid)
     if answer == "" and state == evidence.RUNNING:
-        detail = processes.main_thread(one.pid)
+        detail = processes.main_thread(member.pid)
     return Rank(
-        rank=max(one.rank, 0),
-        host=one.host,
-        pid=one.pid,
+        rank=max(member.rank, 0),
+        host=member.host,
+        pid=member.pid,
         process=state,
         detail=detail,
-        idle_s=one.idle_s,
-        groups=one.groups,
-        operations=tail(one.operations),
+        idle_s=member.idle_s,
+        groups=member.groups,
+        operations=tail(member.operations),
         frames=stacks.main_thread(answer or ""),
         stacks=answer or "",
     )

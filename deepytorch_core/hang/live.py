@@ -543,13 +543,13 @@ class _Inquiry:
     def _reply(self) -> None:
         ranks = []
         for rank, node in self._nodes.items():
-            one = _said(self._store, rank)
-            if one is None:
-                one = _without_answer(self._own, rank, inquiry.ANSWER_LIMIT_S)
-                if node == _node() and one.process != evidence.GONE:
+            report = _said(self._store, rank)
+            if report is None:
+                report = _without_answer(self._own, rank, inquiry.ANSWER_LIMIT_S)
+                if node == _node() and report.process != evidence.GONE:
                     continue  # whoever asks sees it
                 self.silent.add(rank)
-            ranks.append(one)
+            ranks.append(report)
         if self._desk is not None:
             self._desk.reply(self._question, ranks)
         self.is_over = True
@@ -570,8 +570,8 @@ def _said(store: Any, rank: int) -> Rank | None:
     """Return what a rank's node said of it in this case; None if it said nothing."""
     if told := stores.there(store, f"rank/{rank}"):
         with contextlib.suppress(ValueError):
-            one = evidence.from_json(told)
-            return one if one.rank == rank else None
+            report = evidence.from_json(told)
+            return report if report.rank == rank else None
     return None
 
 

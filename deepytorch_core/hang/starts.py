@@ -52,9 +52,9 @@ def of_this_node() -> tuple[Starts, ...]:
     # Groups that never met in native code know no peers.
     for pid in own.peers.values() if own.peers else record.find():
         with contextlib.suppress(OSError, RecordError):  # it has ended
-            one = record.calls(pid)
-            if one.job == own.job:
-                ranks.setdefault(one.rank, one)
+            peer = record.calls(pid)
+            if peer.job == own.job:
+                ranks.setdefault(peer.rank, peer)
     return of(ranks.values())
 
 

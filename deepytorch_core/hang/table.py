@@ -52,26 +52,26 @@ def _in_order(ranks: Sequence[Rank], found: Verdict) -> list[Rank]:
     return sorted(ranks, key=lambda rank: (rank.rank not in found.ranks, rank.rank))
 
 
-def _row(one: Rank, found: Verdict) -> tuple[str, ...]:
-    now = current(one)
-    group = one.group(found.group) if found.group else None
-    place = words.place(one) or words.last_call(one)
+def _row(rank: Rank, found: Verdict) -> tuple[str, ...]:
+    now = current(rank)
+    group = rank.group(found.group) if found.group else None
+    place = words.place(rank) or words.last_call(rank)
     return (
-        str(one.rank),
-        one.host,
-        str(one.pid or ""),
-        one.process,
+        str(rank.rank),
+        rank.host,
+        str(rank.pid or ""),
+        rank.process,
         f"{now.op} #{now.sequence} of {now.group} ({now.state})" if now else "none",
-        words.duration(now.age_s if now else one.idle_s),
+        words.duration(now.age_s if now else rank.idle_s),
         f"#{group.collectives} of {group.name}" if group else "",
         place,
     )
 
 
-def current(one: Rank) -> Operation | None:
+def current(rank: Rank) -> Operation | None:
     """Return the operation that the rank is in, or else the one that has just failed."""
-    inside = [each for each in one.operations if each.state == evidence.ENTERED]
+    inside = [each for each in rank.operations if each.state == evidence.ENTERED]
     if inside:
         return min(inside, key=lambda each: (each.is_message, each.asynchronous))
-    last = one.operations[-1] if one.operations else None
+    last = rank.operations[-1] if rank.operations else None
     return last if last is not None and last.state == evidence.FAILED else None

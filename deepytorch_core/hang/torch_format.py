@@ -60,16 +60,16 @@ def write(ranks: Iterable[Rank], folder: Path) -> list[Path]:
     return paths
 
 
-def dump(one: Rank) -> dict[str, Any]:
+def dump(rank: Rank) -> dict[str, Any]:
     """A rank's record as the dict that torch pickles."""
     now_ns = time.time_ns()
-    groups = {group.name: group for group in one.groups}
+    groups = {group.name: group for group in rank.groups}
     entries = []
-    for number, operation in enumerate(one.operations):
+    for number, operation in enumerate(rank.operations):
         group = groups.get(operation.group)
         skipped = operation.is_message and operation.root == evidence.ANY_RANK
         if group is not None and not skipped:
-            entries.append(_entry(one, group, operation, number, now_ns))
+            entries.append(_entry(rank, group, operation, number, now_ns))
     return {
         "version": VERSION,
         "pg_config": {
@@ -78,7 +78,7 @@ def dump(one: Rank) -> dict[str, Any]:
                 "desc": group.description or "undefined",
                 "ranks": json.dumps(list(group.ranks)),
             }
-            for group in one.groups
+            for group in rank.groups
         },
         "pg_status": {
             group.name: {
@@ -86,14 +86,14 @@ def dump(one: Rank) -> dict[str, Any]:
                 "last_started_collective": -1,
                 "last_completed_collective": -1,
             }
-            for group in one.groups
+            for group in rank.groups
         },
         "entries": entries,
     }
 
 
 def _entry(
-    one: Rank, group: Group, operation: Operation, number: int, now_ns: int
+    rank: Rank, group: Group, operation: Operation, number: int, now_ns: int
 ) -> dict[str, Any]:
     size = len(group.ranks)
     whole, part = [operation.count * size], [operation.count]
@@ -104,12 +104,12 @@ def _entry(
     ended = operation.ended_age_s
     return {
         "record_id": number,
-        "pg_id": list(g.name for g in one.groups).index(group.name),
+        "pg_id": list(g.name for g in rank.groups).index(group.name),
         "process_group": (group.name, group.description or "undefined"),
         "collective_seq_id": 0 if operation.is_message else operation.sequence,
         "p2p_seq_id": operation.sequence if operation.is_message else 0,
         "op_id": number + 1,
-        "profiling_name": f"gloo:{_profiling_name(one, group, operation)}",
+        "profiling_name": f"gloo:{_profiling_name(rank, group, operation)}",
         "time_created_ns": created,
         "input_sizes": [] if operation.op == "recv" else [inputs],
         "input_dtypes": [] if operation.op == "recv" else [dtype],
@@ -123,21 +123,21 @@ def _entry(
         "is_p2p": operation.is_message,
         "frames": [
             {"name": frame.function, "filename": frame.file, "line": frame.line}
-            for frame in _frames(one, operation)
+            for frame in _frames(rank, operation)
         ],
     }
 
 
-def _frames(one: Rank, operation: Operation) -> Sequence[Frame | Place]:
+def _frames(rank: Rank, operation: Operation) -> Sequence[Frame | Place]:
     """The whole stack of who is inside; of the others the line that called it, where sampled."""
-    if operation.state == evidence.ENTERED and one.frames:
-        return one.frames
+    if operation.state == evidence.ENTERED and rank.frames:
+        return rank.frames
     return () if operation.at is None else (operation.at,)
 
 
-def _profiling_name(one: Rank, group: Group, operation: Operation) -> str:
+def _profiling_name(rank: Rank, group: Group, operation: Operation) -> str:
     if not operation.is_message:
         return _NAMES.get(operation.op, operation.op)
-    mine = group.ranks.index(one.rank) if one.rank in group.ranks else 0
+    mine = group.ranks.index(rank.rank) if rank.rank in group.ranks else 0
     arrow = "->" if operation.op == "send" else "<-"
     return f"{operation.op} {mine}{arrow}{operation.root}"

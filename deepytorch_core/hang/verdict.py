@@ -111,9 +111,9 @@ def with_cause(found: Verdict, failed: Callable[[int], str | None]) -> str:
     return found.sentence + (f"; its own operation had failed: {cause}" if cause else "")
 
 
-def is_same(one: Verdict, other: Verdict) -> bool:
+def is_same(verdict: Verdict, other: Verdict) -> bool:
     """Whether two looks came to the same."""
-    return (one.kind, one.ranks, one.group, one.sequence) == (
+    return (verdict.kind, verdict.ranks, verdict.group, verdict.sequence) == (
         other.kind,
         other.ranks,
         other.group,

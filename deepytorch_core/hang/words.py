@@ -122,20 +122,20 @@ def message_not_answered(known: Operation, waiting: int, *, any_of: int) -> str:
     )
 
 
-def halves_fit(one: Operation, other: Operation) -> bool:
+def halves_fit(half: Operation, other: Operation) -> bool:
     """Whether a send and a receive belong together."""
-    return one.tag == other.tag and one.bytes == other.bytes and one.dtype == other.dtype
+    return half.tag == other.tag and half.bytes == other.bytes and half.dtype == other.dtype
 
 
-def two_halves(first: int, one: Operation, second: int, other: Operation) -> str:
+def two_halves(first: int, first_half: Operation, second: int, second_half: Operation) -> str:
     """Both sides of a message that does not arrive."""
 
     def half(number: int, known: Operation) -> str:
         verb = "sends" if known.op == "send" else "receives"
         return f"rank {number} {verb} {known.count} x {known.dtype} with tag {known.tag}"
 
-    what = f"{half(first, one)}, {half(second, other)}"
-    if halves_fit(one, other):
+    what = f"{half(first, first_half)}, {half(second, second_half)}"
+    if halves_fit(first_half, second_half):
         return f"{what}: a message that does not get through; not the program is stuck"
     return f"{what}: these do not belong together"
 

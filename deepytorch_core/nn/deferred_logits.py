@@ -125,15 +125,15 @@ class WatchedLogits(torch.Tensor):
         return func(*_each(read, args), **_each(read, kwargs))
 
 
-def read(one: Any) -> Any:
+def read(value: Any) -> Any:
     """The plain tensor of logits that are deferred or watched; anything else as it is."""
-    if isinstance(one, DeferredLogits):
-        return one.materialized()
-    if isinstance(one, WatchedLogits):
-        tell = one.tell
-        one.unwatched()
+    if isinstance(value, DeferredLogits):
+        return value.materialized()
+    if isinstance(value, WatchedLogits):
+        tell = value.tell
+        value.unwatched()
         tell()
-    return one
+    return value
 
 
 class DeferredLogits(torch.Tensor):
@@ -552,12 +552,12 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _values(one: Any) -> Any:
-    if not isinstance(one, DeferredLogits):
-        return one
-    if one._rows_of is not None:
-        return _values(one._rows_of).view(_plain(one, torch.Tensor.size))
-    return one._origin.values()
+def _values(value: Any) -> Any:
+    if not isinstance(value, DeferredLogits):
+        return value
+    if value._rows_of is not None:
+        return _values(value._rows_of).view(_plain(value, torch.Tensor.size))
+    return value._origin.values()
 
 
 def _each(change: Callable[[Any], Any], nest: Any) -> Any:

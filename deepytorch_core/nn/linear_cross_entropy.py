@@ -166,8 +166,10 @@ def _run_plain(
     loss = torch.zeros((), dtype=_sum_dtype(hidden), device=hidden.device)
     for part in _chunks(len(hidden), plan.chunk):
         logits = _float(F.linear(hidden[part], weight, *biases))
-        one, gradient = _loss_and_logits_gradient(logits, plan.targets[part], plan.ignore_index)
-        loss += one
+        part_loss, gradient = _loss_and_logits_gradient(
+            logits, plan.targets[part], plan.ignore_index
+        )
+        loss += part_loss
         for by_bias in by_biases:
             if by_bias is not None:
                 by_bias += gradient.sum(0)
@@ -207,10 +209,10 @@ class _AnyHead(torch.autograd.Function):
                 logits = call(rows)
                 wanted = [*((rows,) if by_hidden is not None else ()), *plan.parameters]
                 with torch.no_grad():
-                    one, by_logits = _loss_and_logits_gradient(
+                    part_loss, by_logits = _loss_and_logits_gradient(
                         _float(logits).clone(), plan.targets[part], plan.ignore_index
                     )
-                loss = one if loss is None else loss + one
+                loss = part_loss if loss is None else loss + part_loss
                 parts = _gradients(logits, wanted, by_logits.to(logits.dtype))
             if by_hidden is not None:
                 first = parts.pop(0)

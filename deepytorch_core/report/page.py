@@ -67,14 +67,14 @@ def _against_stock(comparisons: Sequence[Saved]) -> list[str]:
     return [_verdict(verdict) for found in comparisons for verdict in found["verdicts"]]
 
 
-def _verdict(one: Saved) -> str:
-    apart = one.get("losses", {}).get("apart")
+def _verdict(verdict: Saved) -> str:
+    apart = verdict.get("losses", {}).get("apart")
     if apart is not None:
-        return f"{one['arm']}: {one['word']}, so no speed-up is claimed: {apart}."
-    low, high = one["spread"]
+        return f"{verdict['arm']}: {verdict['word']}, so no speed-up is claimed: {apart}."
+    low, high = verdict["spread"]
     return (
-        f"{one['arm']}: {one['speedup']:.2f}x stock's speed ({low:.2f} to {high:.2f}), "
-        f"{one['word']}."
+        f"{verdict['arm']}: {verdict['speedup']:.2f}x stock's speed ({low:.2f} to {high:.2f}), "
+        f"{verdict['word']}."
     )
 
 

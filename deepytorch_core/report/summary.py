@@ -184,21 +184,21 @@ def _waiting(entry: dict[str, Any]) -> Waiting:
     )
 
 
-def _waiting_sentence(one: Waiting) -> str:
-    share = 100 * one.times_last / one.operations
+def _waiting_sentence(wait: Waiting) -> str:
+    share = 100 * wait.times_last / wait.operations
     return (
-        f"waiting: in {one.operations} native operations of group {one.group} this rank waited "
-        f"{one.waited_us / 1e6:.3f} s for others; rank {one.slowest} held up the group longest, "
-        f"{one.cost_us / 1e6:.3f} s, and came last in {share:.0f}% of them"
+        f"waiting: in {wait.operations} native operations of group {wait.group} this rank waited "
+        f"{wait.waited_us / 1e6:.3f} s for others; rank {wait.slowest} held up the group longest, "
+        f"{wait.cost_us / 1e6:.3f} s, and came last in {share:.0f}% of them"
     )
 
 
-def _starts_sentence(one: Starts) -> str:
-    share = 100 * one.times_last / one.operations
+def _starts_sentence(start: Starts) -> str:
+    share = 100 * start.times_last / start.operations
     return (
-        f"starts: of the newest {one.operations} operations of group {one.group} on GPUs or by the "
-        f"stock backend rank {one.latest} was the last of this node to begin {share:.0f}%, "
-        f"{one.lag_us / 1e3:.3f} ms after the one before it"
+        f"starts: of the newest {start.operations} operations of group {start.group} on GPUs or by "
+        f"the stock backend rank {start.latest} was the last of this node to begin {share:.0f}%, "
+        f"{start.lag_us / 1e3:.3f} ms after the one before it"
     )
 
 

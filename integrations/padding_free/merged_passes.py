@@ -481,12 +481,12 @@ def _is_of(call: Mapping[str, Any], batch: Any) -> bool:
     )
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     """Whether it is the very tensor, or a copy as wrappers make it on the CPU."""
-    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other
-    is_on_host = one.device.type == other.device.type == "cpu"
-    return is_on_host and one.dtype == other.dtype and torch.equal(one, other)
+    if value is other or not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return value is other
+    is_on_host = value.device.type == other.device.type == "cpu"
+    return is_on_host and value.dtype == other.dtype and torch.equal(value, other)
 
 
 def _versions(batch: Any) -> list[int]:

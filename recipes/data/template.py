@@ -256,9 +256,9 @@ def _with_mark(turn: Turn) -> tuple[Turn, str]:
     return {**turn, CALLS: [*calls, {**last, "function": function}]}, last["function"]["name"]
 
 
-def _shared(one: str, other: str) -> str:
+def _shared(text: str, other: str) -> str:
     """The beginning that both have."""
-    return os.path.commonprefix([one, other])
+    return os.path.commonprefix([text, other])
 
 
 def _runs(flags: list[bool]) -> list[tuple[int, int]]:

@@ -110,11 +110,11 @@ def _headline(axes: Axes, topology: Topology, top: float) -> None:
 
 def _draw_node(axes: Axes, node: _Node, *, bottom: float, bar_at: float, top: float) -> None:
     _box(axes, (node.left, bottom, node.width, top - bottom - 0.08), color="node", zorder=0)
-    one = node.group.node
+    numa_node = node.group.node
     lines = ["NUMA node unknown"]
-    if one is not None:
-        lines = [f"NUMA node {one.index}, {size_text(one.memory_bytes)}"]
-        lines.append(machine_map.cpus_text(one))
+    if numa_node is not None:
+        lines = [f"NUMA node {numa_node.index}, {size_text(numa_node.memory_bytes)}"]
+        lines.append(machine_map.cpus_text(numa_node))
     bar = (node.left + _PAD, bar_at, node.width - 2 * _PAD, _BAR_H)
     _box(axes, bar, color="bar")
     room = int((node.width - 2 * _PAD) * 13)

@@ -142,8 +142,8 @@ def _style(word: str) -> str:
     )
 
 
-def _legend(one: Links, num_gpus: int) -> Text:
-    text = Text(f"{one.word:<5}", style=_style(one.word))
-    text.append(str(one), _PLAIN)
-    text.append(f": {machine_map.pairs_text(one.pairs, num_gpus)}", "dim not bold")
+def _legend(links: Links, num_gpus: int) -> Text:
+    text = Text(f"{links.word:<5}", style=_style(links.word))
+    text.append(str(links), _PLAIN)
+    text.append(f": {machine_map.pairs_text(links.pairs, num_gpus)}", "dim not bold")
     return text

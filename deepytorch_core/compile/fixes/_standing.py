@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # One pass at a time has its functions there.
-_one = threading.RLock()
+_lock = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def standing(places: Sequence[Any], name: str, make: Callable[[Any], Any]) -> It
 
     Every thread meets it there: ours has to tell whose call it is.
     """
-    with _one:
+    with _lock:
         stock = [getattr(place, name) for place in places]
         for place, function in zip(places, stock, strict=True):
             setattr(place, name, make(function))

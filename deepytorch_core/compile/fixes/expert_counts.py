@@ -69,8 +69,8 @@ def counted(numbers: Tensor, most: int) -> Tensor:
     embedding; on a CPU it raises.
     """
     counts = torch.zeros(most, dtype=torch.int64, device=numbers.device)
-    one = torch.ones((), dtype=torch.int64, device=numbers.device)
-    return counts.scatter_add_(0, numbers.long(), one.expand_as(numbers))
+    increment = torch.ones((), dtype=torch.int64, device=numbers.device)
+    return counts.scatter_add_(0, numbers.long(), increment.expand_as(numbers))
 
 
 def _num_choices(frame: FrameType) -> int:

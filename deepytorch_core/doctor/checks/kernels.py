@@ -56,8 +56,8 @@ def runs(built: str, capability: str) -> bool:
     return any(_serves(architecture, mine) for architecture in built.split())
 
 
-def _serves(one: str, mine: tuple[int, int]) -> bool:
-    found = re.fullmatch(r"(\d+)(\d)([a-z]?)(?:-(real|virtual))?", one)
+def _serves(architecture: str, mine: tuple[int, int]) -> bool:
+    found = re.fullmatch(r"(\d+)(\d)([a-z]?)(?:-(real|virtual))?", architecture)
     if found is None:
         return False
     its = int(found[1]), int(found[2])
