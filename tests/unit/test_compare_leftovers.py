@@ -64,22 +64,24 @@ def test_a_checkpoint_goes_whole_and_other_files_stay(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_something_older_than_the_run_stays(tmp_path: Path) -> None:
+    began = tmp_path.stat().st_mtime  # before the journal is written there
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "moved").write_text("old")
     os.utime(folder / "moved", (1, 1))
     (folder / "model.bin").write_text("new")
     note(tmp_path, [folder / "model.bin"], [folder])
-    made.clear(tmp_path, tmp_path.stat().st_mtime)
+    made.clear(tmp_path, began)
     assert [path.name for path in folder.iterdir()] == ["moved"]
 
 
 def test_an_old_file_that_a_rank_moves_to_where_another_made_one_stays(tmp_path: Path) -> None:
+    began = tmp_path.stat().st_mtime
     made_there = tmp_path / "last.pt"
     made_there.write_text("old")
     os.utime(made_there, (1, 1))
     note(tmp_path, [made_there], [])
-    made.clear(tmp_path, tmp_path.stat().st_mtime)
+    made.clear(tmp_path, began)
     assert made_there.read_text() == "old"
 
 
