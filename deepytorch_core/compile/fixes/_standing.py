@@ -26,3 +26,18 @@ def standing(places: Sequence[Any], name: str, make: Callable[[Any], Any]) -> It
         finally:
             for place, function in zip(places, stock, strict=True):
                 setattr(place, name, function)
+
+
+def standing_here(
+    places: Sequence[Any], name: str, known: Callable[..., Any]
+) -> contextlib.AbstractContextManager[None]:
+    """While open, `known` stands there for the calls of this thread; others get stock's."""
+    own = threading.get_ident()
+
+    def instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (known if threading.get_ident() == own else stock)(*args, **kwargs)
+
+        return chosen
+
+    return standing(places, name, instead_of)

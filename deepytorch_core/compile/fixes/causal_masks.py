@@ -6,8 +6,6 @@ a captured pass takes the mask as it is.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import nn
 from torch.nn.modules import transformer
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
-from deepytorch_core.compile.fixes._standing import standing
+from deepytorch_core.compile.fixes._standing import standing_here
 
 _LOOKS = "_detect_is_causal_mask"
 
@@ -32,21 +30,11 @@ class CausalMasks(Fix):
             return None
 
         def around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _without_look()
+            return standing_here([transformer], _LOOKS, _known)
 
         return around
 
 
-def _without_look() -> AbstractContextManager[None]:
-    """While open, masks in this thread are causal only where the caller says so."""
-    own = threading.get_ident()
-
-    def instead_of(look: Callable[..., bool]) -> Callable[..., bool]:
-        def known(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-            if threading.get_ident() == own:
-                return is_causal is True
-            return look(mask, is_causal, size)
-
-        return known
-
-    return standing([transformer], _LOOKS, instead_of)
+def _known(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Tell that a mask is causal only where the caller says so."""
+    return is_causal is True

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
-from deepytorch_core.compile.fixes._standing import standing
+from deepytorch_core.compile.fixes._standing import standing_here
 from deepytorch_core.compile.fixes._transformers import is_transformers
 
 _LOOKS = "find_packed_sequence_indices"
@@ -42,12 +40,5 @@ class PackedRows(Fix):
 def without_look() -> AbstractContextManager[None]:
     """While open, position ids in this thread are taken to go on to the end of each row."""
     masks: Any = sys.modules.get("transformers.masking_utils")
-    own = threading.get_ident()
-
-    def instead_of(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def known(position_ids: Any) -> Any:
-            return None if threading.get_ident() == own else look(position_ids)
-
-        return known
-
-    return standing([masks] if hasattr(masks, _LOOKS) else [], _LOOKS, instead_of)
+    places = [masks] if hasattr(masks, _LOOKS) else []
+    return standing_here(places, _LOOKS, lambda position_ids: None)

@@ -6,15 +6,13 @@ That waits for the GPU. Where its code is traced it applies the mask as it is, t
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from deepytorch_core.compile.fixes import Around, Fix, register_fix
-from deepytorch_core.compile.fixes._standing import standing
+from deepytorch_core.compile.fixes._standing import standing_here
 from deepytorch_core.compile.fixes._transformers import is_transformers
 
 _ASKS = "is_tracing"
@@ -30,19 +28,11 @@ class PaddingMasks(Fix):
             return None
 
         def around(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
-            return _as_traced(masks)
+            return standing_here([masks], _ASKS, _known)
 
         return around
 
 
-def _as_traced(masks: Any) -> AbstractContextManager[None]:
-    """While open, masks that are made in this thread are made as for a tracer."""
-    own = threading.get_ident()
-
-    def instead_of(ask: Callable[..., bool]) -> Callable[..., bool]:
-        def answer(*args: Any, **kwargs: Any) -> bool:
-            return threading.get_ident() == own or ask(*args, **kwargs)
-
-        return answer
-
-    return standing([masks], _ASKS, instead_of)
+def _known(tensor: Any = None) -> bool:
+    """Have masks made as for a tracer."""
+    return True
