@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
@@ -38,15 +39,21 @@ def register() -> None:
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of backends that others add, without ours in its list of names.
+    """torch's table of backends that others add, without ours in most lists of its names.
 
     While that list has a name, torch gives a group of device:backend pairs without NCCL no default
     backend: `ProcessGroup.name()` says "undefined", and a warning comes at the end. Installing
-    deepytorch must not do that to groups of gloo.
+    deepytorch must not do that to groups of gloo. A group that asks for ours in its pairs needs
+    the name, and first: torch takes gloo for the default backend otherwise, which such a group
+    lacks, and DistributedDataParallel refuses it.
     """
 
     def keys(self) -> Any:
-        return {name: None for name in self if name != NAME.upper()}.keys()
+        # torch's function that makes a group looks the name up among its pairs next.
+        pairs = getattr(sys._getframe(1).f_locals.get("backend_config"), "device_backend_map", {})
+        others = [name for name in self if name != NAME.upper()]
+        is_asked = NAME in pairs.values() and _name.get() == NAME
+        return dict.fromkeys([NAME, *others] if is_asked else others).keys()
 
 
 def _devices() -> list[str]:

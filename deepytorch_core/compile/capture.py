@@ -38,8 +38,10 @@ MOST_KINDS = 24
 MOST_MISSES = 32
 # Failed captures without a good one, after which it is taken to be impossible.
 MOST_FAILURES = 3
-# Calls that run as they are while their operations are watched, before anything is captured.
+# Calls that run as they are while their operations are watched, before anything is captured. What
+# a call does that makes a state of the module says little of the next ones; so many may.
 WATCHED_CALLS = 2
+MOST_PREPARING = 4
 # States of a module's attributes, after which it is taken to change them again and again, unless
 # it keeps each for many passes: some make a mask anew in each epoch.
 MOST_STATES = 8 * MOST_KINDS
@@ -188,6 +190,7 @@ class Capture:
         self._num_kinds: Counter[Hashable] = Counter()  # of each variant, those that are gone, too
         self._misses: dict[Hashable, int] = {}  # in a row, of each variant
         self._num_watched = 0
+        self._num_preparing = 0
         self._num_passes = 0
         self._used: set[int] = set()  # outputs of watched passes that have had gradients
         self._formats: set[torch.dtype] = set()  # that watched passes compute in
@@ -327,12 +330,18 @@ class Capture:
         Extra passes of a module that communicates would leave other ranks waiting. Code that Dynamo
         meets under a dispatch mode is never compiled again, so all runs eagerly here.
         """
-        self._num_watched += 1
+        before = self._states.now()
         with torch.compiler.set_stance("force_eager"), CaptureWatch() as watch:
             result = self._forward(*args, **kwargs)
-        if watch.problem is not None:
-            self._give_up(watch.problem)
         self._formats |= watch.formats
+        # It may have made a mask on the host, which the next ones find on the GPU.
+        is_preparing = watch.problem is not None and self._states.now() != before
+        if is_preparing and self._num_preparing < MOST_PREPARING:
+            self._num_preparing += 1
+        else:
+            self._num_watched += 1
+            if watch.problem is not None:
+                self._give_up(watch.problem)
         note_used(result, self._used)
         return result
 

@@ -216,3 +216,14 @@ def on_and_off(rank: int, world_size: int) -> list[Any]:
 
 def test_names_stay_while_it_is_switched_on_and_off() -> None:
     assert spawn_ranks(on_and_off, 2)[0] == ["deepytorch", "gloo"] * 2
+
+
+def _trained_with_pairs(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    model(torch.randn(2, 3, dtype=torch.float32, device="cpu")).sum().backward()
+    return str(dist.group.WORLD.name())  # type: ignore[union-attr]
+
+
+def test_ddp_takes_a_group_whose_pairs_are_all_ours() -> None:
+    found = spawn_ranks(_trained_with_pairs, 2, backend="cuda:deepytorch,cpu:deepytorch")
+    assert found == ["custom", "custom"]

@@ -103,3 +103,58 @@ def test_passes_that_can_never_be_replayed_are_given_up() -> None:
         model(torch.randn(2, 4)).sum().backward()
     assert captured.failure == "it prints"
     captured.remove()
+
+
+class Masked(nn.Module):
+    """Makes a mask from numbers of the host, and keeps it until the length is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.tril(torch.ones(len(x), len(x), dtype=torch.float32, device="cpu"))
+        return self.mask @ self.inner(x)
+
+
+def watched(model: nn.Module, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> capture.Capture:
+    """Train while torch.tril counts as an operation that reads the host's memory."""
+    is_read = False
+
+    def reads(args: object) -> bool:
+        nonlocal is_read
+        was_read, is_read = is_read, False
+        return was_read
+
+    real = torch.tril
+
+    def tril(*args: Tensor) -> Tensor:
+        nonlocal is_read
+        is_read = True
+        return real(*args)
+
+    monkeypatch.setattr(torch, "tril", tril)
+    monkeypatch.setattr(capture, "_has_host_tensor", reads)
+    monkeypatch.setattr(capture, "_has_gpu_tensor", lambda args: True)
+    captured = capture.Capture(model.train(), is_on=lambda: True)
+    captured.install()
+    for size in sizes:
+        model(torch.randn(size, 4, dtype=torch.float32, device="cpu")).sum().backward()
+        model.zero_grad()
+    return captured
+
+
+def test_a_pass_that_makes_a_mask_does_not_speak_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured = watched(Masked(), monkeypatch, [3] * (1 + capture.WATCHED_CALLS + 1))
+    assert captured.failure is None
+    assert captured.was_replayed
+
+
+def test_a_mask_made_in_every_pass_keeps_passes_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = watched(Masked(), monkeypatch, [3, 5] * capture.MOST_PREPARING)
+    assert captured.failure is not None
+    assert "reads a tensor on the host" in captured.failure
