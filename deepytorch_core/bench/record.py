@@ -255,6 +255,8 @@ SCRIPT_FIELDS = (
     "num_steps",
     "rounds",
     *(f"{arm}_{name}" for arm in _SCRIPT_ARMS for name in _OF_SCRIPTS_RUNS),
+    "tokens",
+    "peer",
     "compared_steps",
     "loss_steps",
     *(f"{arm}_losses" for arm in _SCRIPT_ARMS),
@@ -279,7 +281,9 @@ the ratio of nearer quartiles to that of farther ones, over `num_steps` or more 
 arm's first run gives the share of time in which the GPU computes (None on the CPU) and kernels a
 step. It gives seconds from the process's start to its first step, and from there until steps were
 steady, and at which step (None: at none). The longest step after the first and memory are from it,
-too. Losses are compared over `compared_steps`, and kept of `loss_steps`; `loss_check` says what is
+too. `tokens` has each arm's real tokens per second, padding left out, and its share of the GPU's
+rate of bfloat16 products, both of `num_steps`; `peer` the same of another public way to train, by
+its name and arguments. Either is None where it was not measured. Losses are compared over `compared_steps`, and kept of `loss_steps`; `loss_check` says what is
 wrong with them. `script_commit` is what was checked out or, where that is not known, the row's with
 "-unverified"; arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
 

@@ -149,6 +149,11 @@ class StepClock:
         """Return the seconds of each step that counts as a steady one."""
         return list(last(self.step_s()))
 
+    def timed_steps(self) -> range:
+        """Return the numbers of those steps, from 0."""
+        step_s = self.step_s()
+        return range(len(step_s) + 1 - len(last(step_s)), len(step_s) + 1)
+
     def record(self) -> dict[str, Any]:
         """Return the `StepPace`, the `Work` and how long the first step took to come, for JSON."""
         found = pace(self.step_s())

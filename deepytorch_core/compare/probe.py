@@ -32,6 +32,7 @@ from deepytorch_core.compare.clock import StepClock
 from deepytorch_core.compare.nudge import Nudge, drawn, told_apart
 from deepytorch_core.compare.plan import UNTIMED_STEPS, Plan
 from deepytorch_core.compare.saves import Saves
+from deepytorch_core.compare.tokens import TokenCounter
 
 LAST_STEP = "last-step"
 """In the plan's folder: the number of the step after which all ranks end."""
@@ -97,6 +98,7 @@ class Probe:
         self._last = plan.steps
         has_clock = plan.is_clocked or plan.is_profiled or plan.seconds
         self._clock = StepClock(seconds=plan.seconds) if has_clock else None
+        self._tokens = TokenCounter()
         self.seams: list[str] = []
 
     def install(self) -> None:
@@ -113,6 +115,8 @@ class Probe:
         of_fsdp = "torch.distributed.fsdp.sharded_grad_scaler"
         ImportHook(of_fsdp, lambda found: self._watch_scaler(found.ShardedGradScaler)).install()
         register_optimizer_step_post_hook(self._stepped)
+        if self._clock is not None:
+            self._tokens.install(self._patches)
         self._saves.install()
 
     @property
@@ -147,7 +151,7 @@ class Probe:
             "seams": self.seams,
             "report": _report(),
             "undecided": _undecided(self._steps),
-            "clock": None if self._clock is None else self._clock.record(),
+            "clock": None if self._clock is None else self._clocked(self._clock),
             **_tuned(self._plan),
         }
         folder = Path(self._plan.folder)
@@ -160,6 +164,13 @@ class Probe:
             if time.monotonic() > until:
                 break
             time.sleep(0.01)
+
+    def _clocked(self, clock: StepClock) -> dict[str, Any]:
+        """Return what the clock found, and the tokens of the steps that it timed."""
+        micro_batches = round(self._backwards / max(1, self._steps))
+        counted = self._tokens.of_steps(clock.timed_steps(), micro_batches)
+        tokens = None if counted is None or not counted.tokens else vars(counted)
+        return {**clock.record(), "tokens": tokens}
 
     def _block_s(self) -> list[float]:
         if self._clock is not None and not self._plan.is_profiled:

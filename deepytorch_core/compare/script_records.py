@@ -10,6 +10,7 @@ from typing import Any
 from deepytorch_core.base.provenance import Record, provenance
 from deepytorch_core.compare.clock import quartiles
 from deepytorch_core.compare.result import STOCK, ArmVerdict, Sample, judge
+from deepytorch_core.compare.script_rates import Rates, told
 
 FIRST = "deepytorch"
 """This arm begins with an empty profile and empty caches."""
@@ -35,11 +36,18 @@ class Origin:
     ranks: int = 1
 
 
-def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] = ()) -> Record:
+def record_of(
+    origin: Origin,
+    samples: Sequence[Sample],
+    remarks: Sequence[str] = (),
+    *,
+    rates: Rates | None = None,
+) -> Record:
     """Make the fields `SCRIPT_FIELDS` of `record` from a clocked run or more of each arm.
 
     The losses of all runs are of the same steps.
     """
+    rates = rates or Rates()
     runs = {name: [sample for sample in samples if sample.arm == arm] for name, arm in ARMS.items()}
     verdicts = {name: judge(samples, ARMS[name]) for name in ("ours", "second")}
     steps = {name: [seconds for run in runs[name] for seconds in run.block_s] for name in ARMS}
@@ -61,6 +69,8 @@ def record_of(origin: Origin, samples: Sequence[Sample], remarks: Sequence[str] 
         record |= _of_run(name, runs[name][0])
     return {
         **record,
+        "tokens": rates.of_arms({name: runs[name] for name in ARMS}),
+        "peer": rates.of_peer(),
         **_losses(runs, verdicts),
         **_switched_on(runs),
         "baseline": STOCK,
@@ -152,10 +162,11 @@ def line(record: Record) -> str:
     elif any("still being tried" in remark for remark in record["remarks"]):
         gain = f"{gain}, still being tried (raise --seconds)"
     name = record["script"] if record["ranks"] == 1 else f"{record['script']} x {record['ranks']}"
+    rate = told(record)
     return (
         f"{name:<28} {record['stock_ms'][1]:>9.2f} ms stock "
         f"{record['ours_ms'][1]:>9.2f} ours {record['second_ms'][1]:>9.2f} again: "
-        f"{claimed(record, gain)}; {_busy(record)}steady after {_after(record)}; "
+        f"{claimed(record, gain)}; {rate}{_busy(record)}steady after {_after(record)}; "
         f"{record['kept']} kept; losses: {record['loss_check']}"
     )
 

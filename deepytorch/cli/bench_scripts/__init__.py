@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from deepytorch.cli.bench_scripts.runs import Limits, ScriptRow
     from deepytorch.workloads.scripts.script import Script, Size
     from deepytorch_core.base.provenance import Record
+    from deepytorch_core.compare.script_rates import Rates
     from deepytorch_core.compare.script_records import Origin
 
 
@@ -135,7 +136,9 @@ def run(
         if row.commit != script.commit:
             out = row.commit or "no commit"
             show(f"{script.name}: read at {script.commit}, checked out is {out}")
-        found = script_records.record_of(origin_of(row, ranks), row.samples, row.remarks)
+        found = script_records.record_of(
+            origin_of(row, ranks), row.samples, row.remarks, rates=rates_of(row)
+        )
         records.append(found)
         if json is not None:
             provenance.write_record(json, found)
@@ -154,6 +157,17 @@ def tell_left_out(absent: Mapping[str, str]) -> None:
 
 def show(text: str) -> None:
     console.err().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def rates_of(row: "ScriptRow") -> "Rates":
+    from deepytorch_core.compare.script_rates import Rates
+
+    script = row.script
+    work = None if script.work is None else (script.work.of_token, script.work.of_pair)
+    peer = None
+    if row.peer is not None and script.peer is not None:
+        peer = (script.peer.name, script.peer.arguments, row.peer)
+    return Rates(work=work, matrix_rate=row.matrix_rate, peer=peer)
 
 
 def origin_of(row: "ScriptRow", ranks: int = 1) -> "Origin":

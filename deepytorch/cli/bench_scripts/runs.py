@@ -15,12 +15,15 @@ from deepytorch.workloads.scripts.script import Script, ScriptCall, Size, call
 from deepytorch_core.base import config, provenance
 from deepytorch_core.base.errors import CompareError
 from deepytorch_core.bench.job import BenchError
+from deepytorch_core.bench.matrix_rate import matrix_rate
 from deepytorch_core.compare.plan import MIN_STEPS, UNTIMED_STEPS
 from deepytorch_core.compare.result import NUDGED, STOCK, Sample
 from deepytorch_core.compare.script_records import FIRST, SECOND
 
 MOST_STEPS = 1_000_000
 """A run takes no more steps; its time ends it long before."""
+PEER = "peer"
+"""The arm of `Script.peer`: it runs as long as stock does."""
 COMPARED_STEPS = 400
 """Losses are compared over so many steps at most."""
 _LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
@@ -40,13 +43,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class ScriptRow:
-    """Holds a script, the samples of its runs in their order, and remarks about them."""
+    """Holds a script, the samples of its runs in their order, and remarks about them.
+
+    `peer` is the run of the script's peer, and `matrix_rate` operations per second of products.
+    """
 
     script: Script
     size: Size
     commit: str
     samples: tuple[Sample, ...]
     remarks: tuple[str, ...]
+    peer: Sample | None = None
+    matrix_rate: float | None = None
 
 
 def parse_seconds(text: str) -> tuple[float, float, float]:
@@ -96,17 +104,25 @@ def measure(
     remarks: list[str] = []
     samples: list[Sample] = []
 
-    def run(arm: compare.Arm) -> None:
+    def run(job: compare.Job, arm: compare.Arm) -> Sample:
         with contextlib.chdir(called.folder):
             sample = compare.run_once(job, arm, remarks)
         if sample.steps < _LEAST_STEPS:
             raise CompareError(compare.too_short(sample.steps, _LEAST_STEPS))
-        samples.append(sample)
         show(f"{script.name}: {arm.name} took {sample.steps} steps, {sample.step_s * 1e3:.2f} ms")
+        return sample
 
     arms = _arms(scratch, size, called.variables, limits)
-    for name in (STOCK, FIRST, SECOND, *(STOCK, SECOND) * limits.rounds):
-        run(arms[name])
+    rate = None if script.work is None else matrix_rate()
+    samples.append(run(job, arms[STOCK]))
+    peer = None
+    if script.peer is not None and size == "full":
+        theirs = _job(call(script, size, checkout, data, script.peer.arguments), limits, ranks)
+        try:
+            peer = run(theirs, dataclasses.replace(arms[STOCK], name=PEER))
+        except CompareError as error:  # ours is measured all the same
+            remarks.append(f"{script.peer.name}: {error}")
+    samples += [run(job, arms[name]) for name in (FIRST, SECOND, *(STOCK, SECOND) * limits.rounds)]
     samples = common(samples)
     nudged = compare.nudged_arm((FIRST, SECOND), samples)
     if nudged is not None:
@@ -123,7 +139,7 @@ def measure(
     commit = provenance.commit_of(script.path, checkout, is_top=True)
     # The scratch folder goes, with all that a script makes there.
     left = tuple(remark for remark in dict.fromkeys(remarks) if str(scratch) not in remark)
-    return ScriptRow(script, size, commit, tuple(samples), left)
+    return ScriptRow(script, size, commit, tuple(samples), left, peer, rate)
 
 
 def common(samples: Sequence[Sample]) -> list[Sample]:

@@ -17,6 +17,32 @@ OUT = "bench-out"
 Prepare = Callable[[Path, Size], None]
 
 
+@dataclass(frozen=True)
+class Peer:
+    """Names another way to train a script's model on its rows, without deepytorch.
+
+    Args:
+        name: what makes it fast.
+        arguments: what the script is given beside its own ones; the last of a name counts.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """Counts a language model's operations on matrices in a training step, recomputation left out.
+
+    Args:
+        of_token: operations for each token.
+        of_pair: operations for each pair of tokens of one sequence, a token with itself included.
+    """
+
+    of_token: float
+    of_pair: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """Describes one script with its arguments; each run trains until its time is over.
@@ -37,6 +63,8 @@ class Script:
         folder: where the script runs; empty: where it lies.
         variables: of the environment.
         is_distributed: whether torchrun may start it with several ranks, on CPUs, too.
+        peer: the fastest other way that is public, which is measured beside; for size full.
+        work: of its model at size full; None: no rate of operations is told.
     """
 
     name: str
@@ -51,6 +79,8 @@ class Script:
     folder: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     is_distributed: bool = False
+    peer: Peer | None = None
+    work: TokenWork | None = None
 
     @property
     def checkout(self) -> str:
@@ -79,15 +109,17 @@ class ScriptCall:
     variables: Mapping[str, str]
 
 
-def call(script: Script, size: Size, checkout: Path, data: Path) -> ScriptCall:
-    """Fill the places of this machine in."""
+def call(
+    script: Script, size: Size, checkout: Path, data: Path, more: Sequence[str] = ()
+) -> ScriptCall:
+    """Fill the places of this machine in; `more` are further arguments."""
     places = {"data": str(data), "out": OUT, "checkout": str(checkout)}
     path = checkout / script.path
     chosen = script.arguments if size == "full" else script.small
     return ScriptCall(
         script=path,
         folder=Path(script.folder.format(**places)) if script.folder else path.parent,
-        arguments=filled(chosen, places),
+        arguments=filled((*chosen, *more), places),
         variables={name: text.format(**places) for name, text in script.variables.items()},
     )
 
