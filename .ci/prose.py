@@ -6,7 +6,9 @@
 `make lint` runs the first, `.githooks/commit-msg` the second.
 
 A block counts as a fragment if it begins with one of OPENERS: whoever reads it has to guess what
-the sentence is about. At most MOST_FRAGMENTS of all blocks may be fragments.
+the sentence is about. At most MOST_FRAGMENTS of all blocks may be fragments. A sentence of more
+than MOST_WORDS words is long, and at most MOST_LONG of all sentences may be: readers lose the
+beginning before they come to the end.
 """
 
 # ruff: noqa: T201
@@ -30,27 +32,50 @@ TESTS = ("tests",)
 OPENERS = ("Of", "Who", "Whose", "What", "Which", "Where", "Behind")
 MOST_FRAGMENTS = 0.005
 """This share of blocks is what projects have that are praised for how they read."""
+MOST_WORDS = 25
+MOST_LONG = 0.005
 MOST_SUBJECT = 72
 _BEGINS = re.compile(rf"({'|'.join(OPENERS)})\b")
 _NATIVE = (".cpp", ".hpp", ".cu", ".cuh", ".h")
+_CODE = re.compile(r"``?[^`]+``?")
+_WORD = re.compile(r"[^\W_][\w'’%/.,-]*")
+# A paragraph ends at an empty line; an item of a list, an argument or a heading begins another.
+_PARAGRAPH = re.compile(r"\n\s*\n|\n\s*(?=[-*•] |\d+\. |[\w`*, /.-]{1,60}: |@\w+|NOTE \[)|:\s*\n(?=\s)")
+_SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(`\[]?[A-Z0-9`_])|;\s")
+_LAID_OUT = (" | ", ">>> ", " = ", "::", "->")
 _COMMENT = re.compile(r"(?:^|\s)//[/!<]*\s?(.*)")
 
 Block = tuple[int, str]
 """A line number, from 1, and the text that begins there."""
 
 
-def in_python(source: str) -> Iterator[Block]:
-    """Yield comments, neighbouring lines as one, and docstrings."""
-    lines = source.splitlines()
-    last = -1
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        line = token.start[0]
-        is_alone = lines[line - 1].lstrip().startswith("#")
-        if not (is_alone and last == line - 1):
-            yield line, token.string.lstrip("#").strip()
+def joined(comments: Iterator[tuple[int, str, bool]]) -> Iterator[Block]:
+    """Yield comments, those on neighbouring lines of their own as one.
+
+    Args:
+        comments: line numbers, texts, and whether nothing else stands on the line; in order.
+    """
+    begins, lines, last = 0, list[str](), -1
+    for line, text, is_alone in comments:
+        if lines and not (is_alone and last == line - 1):
+            yield begins, "\n".join(lines).strip()
+            lines = []
+        if not lines:
+            begins = line
+        lines.append(text)
         last = line if is_alone else -1
+    if lines:
+        yield begins, "\n".join(lines).strip()
+
+
+def in_python(source: str) -> Iterator[Block]:
+    """Yield comments and docstrings."""
+    lines = source.splitlines()
+    yield from joined(
+        (token.start[0], token.string.lstrip("#"), lines[token.start[0] - 1].lstrip()[0] == "#")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    )
     for node in ast.walk(ast.parse(source)):
         value = node.value if isinstance(node, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
@@ -58,16 +83,12 @@ def in_python(source: str) -> Iterator[Block]:
 
 
 def in_native(source: str) -> Iterator[Block]:
-    """Yield comments of C++ and CUDA, neighbouring lines as one."""
-    last = -1
-    for line, text in enumerate(source.splitlines(), 1):
-        found = _COMMENT.search(text)
-        if found is None:
-            continue
-        is_alone = text.lstrip().startswith("//")
-        if not (is_alone and last == line - 1):
-            yield line, found.group(1).strip()
-        last = line if is_alone else -1
+    """Yield comments that begin with two slashes."""
+    found = (
+        (line, _COMMENT.search(text), text.lstrip().startswith("//"))
+        for line, text in enumerate(source.splitlines(), start=1)
+    )
+    yield from joined((line, match.group(1), is_alone) for line, match, is_alone in found if match)
 
 
 def blocks(folders: tuple[str, ...], root: Path = ROOT) -> Iterator[tuple[Path, int, str]]:
@@ -86,6 +107,18 @@ def blocks(folders: tuple[str, ...], root: Path = ROOT) -> Iterator[tuple[Path, 
 def is_fragment(text: str) -> bool:
     """Tell whether a block begins as no sentence does that reads at first sight."""
     return _BEGINS.match(text) is not None
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield a block's sentences, without what is laid out as code or as a table."""
+    for paragraph in _PARAGRAPH.split(text):
+        if not any(mark in paragraph for mark in _LAID_OUT):
+            yield from _SENTENCE.split(" ".join(paragraph.split()))
+
+
+def is_long(sentence: str) -> bool:
+    """Tell whether it has more than MOST_WORDS words; a name in backticks is one."""
+    return len(_WORD.findall(_CODE.sub("code", sentence))) > MOST_WORDS
 
 
 def problem_of(message: str) -> str | None:
