@@ -7,8 +7,8 @@
 
 A block counts as a fragment if it begins with one of OPENERS: whoever reads it has to guess what
 the sentence is about. At most MOST_FRAGMENTS of all blocks may be fragments. A sentence of more
-than MOST_WORDS words is long, and at most MOST_LONG of all sentences may be: readers lose the
-beginning before they come to the end.
+than MOST_WORDS words is long: readers lose its beginning before they come to its end. At most
+MOST_LONG of all sentences may be long.
 """
 
 # ruff: noqa: T201
@@ -40,7 +40,10 @@ _NATIVE = (".cpp", ".hpp", ".cu", ".cuh", ".h")
 _CODE = re.compile(r"``?[^`]+``?")
 _WORD = re.compile(r"[^\W_][\w'’%/.,-]*")
 # A paragraph ends at an empty line; an item of a list, an argument or a heading begins another.
-_PARAGRAPH = re.compile(r"\n\s*\n|\n\s*(?=[-*•] |\d+\. |[\w`*, /.-]{1,60}: |@\w+|NOTE \[)|:\s*\n(?=\s)")
+_PARAGRAPH = re.compile(
+    r"\n\s*\n|:\s*\n(?=\s)"
+    r"|\n\s*(?=[-*•] |\d+\. |[\w`*, /.-]{1,60}: |@\w+|NOTE \[)"
+)
 _SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(`\[]?[A-Z0-9`_])|;\s")
 _LAID_OUT = (" | ", ">>> ", " = ", "::", "->")
 _COMMENT = re.compile(r"(?:^|\s)//[/!<]*\s?(.*)")
@@ -134,18 +137,25 @@ def problem_of(message: str) -> str | None:
 
 
 def check(*, is_listed: bool) -> int:
-    """Print how many fragments there are, and fail where they are too many."""
+    """Print how many fragments and long sentences there are, and fail where they are too many."""
     status = 0
     for what, folders in (("sources", FOLDERS), ("tests", TESTS)):
         found = list(blocks(folders))
-        fragments = [(path, line, text) for path, line, text in found if is_fragment(text)]
+        fragments = [block for block in found if is_fragment(block[2])]
+        said = [(path, line, text) for path, line, block in found for text in sentences(block)]
+        long = [sentence for sentence in said if is_long(sentence[2])]
         share = len(fragments) / max(1, len(found))
+        of_long = len(long) / max(1, len(said))
         print(f"{what}: {len(fragments)} of {len(found)} comments are fragments ({share:.2%})")
+        print(f"{what}: {len(long)} of {len(said)} sentences are long ({of_long:.2%})")
         if share > MOST_FRAGMENTS:
             print(f"begin them with a subject and a verb: {MOST_FRAGMENTS:.1%} are allowed")
-            status = 1
-        if share > MOST_FRAGMENTS or is_listed:
-            for path, line, text in fragments:
+        if of_long > MOST_LONG:
+            print(f"part those of more than {MOST_WORDS} words: {MOST_LONG:.1%} are allowed")
+        is_bad = share > MOST_FRAGMENTS or of_long > MOST_LONG
+        status = max(status, int(is_bad))
+        if is_bad or is_listed:
+            for path, line, text in [*fragments, *long]:
                 print(f"  {path.relative_to(ROOT)}:{line}: {text.splitlines()[0][:80]}")
     return status
 

@@ -1,8 +1,8 @@
 """A wheel's bill of materials, as CycloneDX 1.6: `python .ci/sbom.py WHEEL [FILE]`.
 
-It is made from the wheel itself: its name, version, licence and hash, what it asks pip for, the
-files with machine code that it holds, and the torch that each adapter in it was compiled for. FILE
-is WHEEL with `.cdx.json` behind it unless given.
+It is made from the wheel itself: its name, version, licence and hash, and what it asks pip for. It
+also names the files with machine code in the wheel, and the torch that each adapter in it was
+compiled for. FILE is WHEEL with `.cdx.json` behind it unless given.
 """
 
 from __future__ import annotations

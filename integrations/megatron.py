@@ -2,11 +2,11 @@
 
 Seam: every group of `parallel_state.initialize_model_parallel` is made by its function
 `create_group`, with a description that says which group it is. `ProcessGroupFactory` replaces
-`create_group`, to choose the backend of each group, and `initialize_model_parallel`, to check
-the sizes. Ranks, order, time limits and NCCL options stay Megatron's, and so do the globals of
+`create_group`, to choose the backend of each group, and `initialize_model_parallel`, to check the
+sizes. Ranks, order, time limits and NCCL options stay Megatron's, and so do the globals of
 `parallel_state`: code that reads them and code that takes a `ProcessGroupCollection` see the same
-groups. Left alone: groups that Megatron asks a backend for (its gloo groups, `ucc` for pipelines),
-models, schedules, optimizers, checkpoints, and `HyperCommGrid`, whose own argument
+groups. Groups that Megatron asks a backend for (its gloo groups, `ucc` for pipelines) are left
+alone. So are models, schedules, optimizers, checkpoints, and `HyperCommGrid`, whose own argument
 `backend="deepytorch"` does the same.
 """
 
@@ -118,9 +118,9 @@ class ProcessGroupFactory:
             `expert` is none: experts are spread over ranks of `data` and `context`).
         backend_for: backend by group name: "deepytorch", "stock" (NCCL on GPUs, gloo on CPUs), or
             the name of one that torch has. Group names are the fields of ProcessGroupCollection.
-            "dp" stands also for the groups of data and context parallelism together, which carry
-            the gradients, and "default" for all that are not named; it is "deepytorch" unless
-            given.
+            The name "dp" stands also for the groups of data and context parallelism together, which
+            carry the gradients. The name "default" stands for all that are not named; it is
+            "deepytorch" unless given.
         **options: see `deepytorch_core.base.config.Options`.
     """
 
@@ -157,9 +157,9 @@ class ProcessGroupFactory:
             **arguments: what `parallel_state.initialize_model_parallel` takes besides the sizes:
                 order, distributed_timeout_minutes, nccl_communicator_config_path, ...
 
-        Raises IntegrationError, on every rank, for sizes that don't make the world size, an
-        unknown group, backend or argument, settings that differ between ranks, and when Megatron
-        has groups already.
+        Raises IntegrationError, on every rank, for sizes that don't make the world size, and for an
+        unknown group, backend or argument. Raises it too for settings that differ between ranks,
+        and when Megatron has groups already.
         """
         self.install()
         if self._collection is not None:

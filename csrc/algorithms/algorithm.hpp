@@ -95,7 +95,7 @@ struct Entered {
                                 // keep it from going on before its peers are through
 };
 
-// First barrier of every operation: publishes this rank's header, waits for all ranks, and throws
+// First barrier of every operation: publishes this rank's header and waits for all ranks. Throws
 // Error(DPT_ERR_MISMATCH), on every rank alike, when they entered different operations.
 Entered enter(const RunContext& context, const Staging& staging);
 
@@ -129,8 +129,8 @@ void reduce_ranks(const RunContext& context,
 // The length of each of `num_lanes` equal parts of a slot, in whole cache lines.
 size_t lane_bytes_of(size_t chunk_bytes, int num_lanes);
 
-// The part [begin, end) of `count` elements that `rank` of `size` reduces: equal shares, rounded up
-// to whole cache lines so that no two ranks write one.
+// The part [begin, end) of `count` elements that `rank` of `size` reduces. Shares are equal, but
+// rounded up to whole cache lines so that no two ranks write the same line.
 struct Share {
   size_t begin;
   size_t end;

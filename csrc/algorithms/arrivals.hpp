@@ -26,8 +26,9 @@ class Arrivals {
     for (const int64_t rank : global_ranks) sums_.ranks.push_back({rank});
   }
 
-  // Counts an operation: which rank of the node came last, by how much after the last but one, and
-  // how long this rank was there before all were.
+  // Counts an operation. `last` is the rank of the node that came last, and `cost_ns` how much
+  // later it came than the last but one. `waited_ns` is how long this rank was there before all
+  // were.
   void add(int last, uint64_t cost_ns, uint64_t waited_ns) {
     const std::lock_guard lock(mutex_);
     sums_.operations += 1;

@@ -11,9 +11,9 @@ namespace dpt {
 
 class BlockSizes {
  public:
-  // Whether ranks that lie so can tell each other: all blocks' sizes must fit into a small buffer,
-  // and those of a node's ranks into what it says at the meeting. An all_to_all of up to 90 ranks
-  // with as many on each node does.
+  // Whether ranks that lie so can tell each other their blocks' sizes. The sizes of all blocks must
+  // fit into a small buffer. The sizes of a node's ranks must fit into what the node says at the
+  // meeting. An all_to_all of up to 90 ranks fits, with as many on each node.
   static bool fit(Collective collective, const NodeLayout& layout);
 
   // In place of enter_nodes. Error(DPT_ERR_MISMATCH), on every rank alike, names two ranks that do

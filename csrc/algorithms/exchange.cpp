@@ -2,9 +2,9 @@
 //
 // All of them move a block from each source to each receiver. A source cuts its slot into lanes:
 // one that all receivers read (all_gather, broadcast, gather), or one per receiver (scatter,
-// all_to_all). In step t every source copies piece t of its blocks into its lanes while every
-// receiver copies piece t-1 out of them, with one barrier a step. Blocks that lie in registered
-// memory stay where they are and receivers copy them from there.
+// all_to_all). In step t every source copies piece t of its blocks into its lanes. Meanwhile every
+// receiver copies piece t-1 out of the lanes. Each step has one barrier. Blocks that lie in
+// registered memory stay where they are and receivers copy them from there.
 #include <algorithm>
 #include <vector>
 

@@ -1,18 +1,19 @@
-// Hierarchical all_reduce and reduce between nodes: each node adds up by shared memory, and only
-// the nodes' sums cross the network, a share on each rail.
+// Hierarchical all_reduce and reduce between nodes: each node adds up by shared memory. Only the
+// nodes' sums cross the network, a share on each rail.
 //
 // The message is cut into chunks, a chunk into one share per rail. In step t every rank
 //   1. copies chunk t into its slot, except its own share
-//   2. adds up its share of chunk t-1 from all local ranks and sends it off: to the other node, or,
-//      with more nodes, each node's block of it to that node
+//   2. adds up its share of chunk t-1 from all local ranks and sends the sum off. With two
+//      nodes the other one gets the sum. With more, each one gets its block of the sum
 //   3. for the chunk that was sent some steps ago: takes what came and adds up the nodes' parts in
 //      order. With two nodes that is the result; with more it is this node's block, which goes to
 //      all, and the result is there as many steps later. The result goes to the common buffer and
 //      to the output
 //   4. copies the other ranks' shares of the chunk after that to its output
+//
 // Above eight nodes an all_reduce goes round a ring instead of 2 and 3, so that each node talks to
-// its two neighbours alone: N-1 steps in which a block gathers the nodes' sums on its way, and N-1
-// in which its result goes round. 16-bit floats would be rounded at every node, so they stay
+// its two neighbours alone. In N-1 steps a block gathers the nodes' sums on its way. In N-1 more
+// steps the block's result goes round. 16-bit floats would be rounded at every node, so they stay
 // direct.
 //
 // All of it takes one barrier a step, so that the network and the shared memory work at the same

@@ -1,5 +1,5 @@
-// Hierarchical broadcast: nodes form a chain that begins with the root's, and every rail carries
-// its share of each chunk along it, so each link carries the message once.
+// Hierarchical broadcast: nodes form a chain that begins with the root's. Every rail carries its
+// share of each chunk along the chain, so each link carries the message once.
 //
 // On the root's node, in step t
 //   1. the root copies chunk t into its slot

@@ -1,11 +1,11 @@
-// Hierarchical all_gather, gather, scatter and all_to_all: every block crosses the network once, to
-// its source's partner on the receiving node, which carries it from there by shared memory.
+// Hierarchical all_gather, gather, scatter and all_to_all. Every block crosses the network once, to
+// its source's partner on the receiving node. The partner carries it from there by shared memory.
 //
 // A carrier's slot is cut into lanes. There is one for each block it carries, its own or a
 // partner's, that other ranks of its node read. A block for all of them (all_gather, gather) takes
 // one lane. Blocks move in pieces as long as their carrier's lanes. In step t every rank
-//   1. sends piece t of its blocks for other nodes, from where they lie, and asks for piece t of
-//      those it carries, into its output where they are for itself
+//   1. sends piece t of its blocks for other nodes, from where they lie. It asks for piece t of the
+//      blocks it carries, into its output where they are for itself
 //   2. copies piece t of its own blocks into its lanes, and those it asked for some steps ago
 //   3. copies out of the others' lanes what they put there in step t-1
 // with one barrier a step.

@@ -1,13 +1,14 @@
-// Hierarchical reduce_scatter between nodes: what a node's ranks hold for a rank elsewhere is added
-// up on their node, by that rank's partner there, and crosses the network once.
+// Hierarchical reduce_scatter between nodes. For each rank elsewhere, its partner on a node adds up
+// what the node's ranks hold for it. The sum crosses the network once.
 //
 // Every rank's slot holds one lane per receiving rank. In step t every rank
 //   1. copies piece t of its inputs into its lanes, except those that it adds up itself
 //   2. adds up piece t-1, over the local ranks, for itself and for those whose partner it is, and
 //      sends the latter off
-//   3. takes what its partners sent for a piece some steps ago and adds up the nodes' parts, in
+//   3. takes what its partners sent for a piece some steps ago, and adds up the nodes' parts, in
 //      order, into its output
-// with one barrier a step.
+//
+// There is one barrier a step.
 #include <algorithm>
 #include <vector>
 

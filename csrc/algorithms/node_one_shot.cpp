@@ -1,8 +1,8 @@
 // Small messages between nodes: one exchange of the leaders carries headers and data together.
 //
 //   1. every rank copies its input into its small buffer
-//   2. the nodes meet (enter_nodes): each leader says its node's data (the ranks' sum, or all their
-//      inputs), and combines what all say in its own small buffer
+//   2. the nodes meet (enter_nodes): each leader tells the others its node's data, which is the
+//      ranks' sum or all their inputs. It combines the data of all nodes in its own small buffer
 //   3. every rank copies its part out of the leader's small buffer
 //
 // The barrier of a group that spans nodes is the meeting alone.

@@ -31,8 +31,8 @@ struct Env {
   // Default 0.
   bool tcp_checksum;
   // DEEPYTORCH_NODE_ID: for tests and emulation: the name of the node that this process pretends to
-  // be on, or those of all global ranks, separated by commas. Ranks of different names don't use
-  // the memory they could share. Default none: where each process really is.
+  // be on. It may list the names for all global ranks, separated by commas. Ranks of different
+  // names don't use the memory they could share. Default none: where each process really is.
   std::vector<std::string> node_ids;
   // DEEPYTORCH_EMULATE_LINKS: for tests and emulation: the links between the GPUs of all global
   // ranks, the same text on every rank, as LinkMatrix is written. A link that is not there stays

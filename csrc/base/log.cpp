@@ -15,8 +15,8 @@ namespace {
 
 std::atomic<bool> silent{false};
 
-// While it lives, a pipe that nobody reads is an error of write() alone: the signal would end a
-// program that does not ignore it, or call the program's own handler.
+// While it lives, a pipe that nobody reads is an error of write() alone. Otherwise SIGPIPE would
+// end a program that does not ignore it, or call the program's own handler.
 class WithoutBrokenPipe {
  public:
   WithoutBrokenPipe() {

@@ -12,8 +12,9 @@ namespace dpt {
 // deepytorch_core/base/file_permissions.py:opened_data does: on one rank both must come to the
 // same.
 //
-// Throws Error naming `path` for what is no regular file, is longer than `max_bytes`, belongs to
-// another user than this one and root, or can be written by others; and for failing system calls.
+// Throws Error naming `path` for what is no regular file or is longer than `max_bytes`. Throws it
+// also for a file that belongs to another user than this one and root, or that others can write to.
+// Failing system calls throw it as well.
 std::optional<std::string> read_trusted(const std::string& path, off_t max_bytes);
 
 }  // namespace dpt

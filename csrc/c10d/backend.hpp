@@ -30,9 +30,9 @@ class Backend : public c10d::Backend {
   explicit Backend(GroupSetup setup);
   ~Backend() override;
 
-  // Ends the native part of every group of this process, after what is under way. At the
-  // interpreter's end: a progress thread that lets go of a tensor later would ask for a lock that
-  // no longer exists, and take the process down.
+  // Ends the native part of every group of this process, after what is under way. It is called at
+  // the interpreter's end. A progress thread that lets go of a tensor later would ask for a lock
+  // that no longer exists, and take the process down.
   static void finish_all();
 
   // c10d does not tell a backend the device of a barrier; in a group that serves no CPU tensors it

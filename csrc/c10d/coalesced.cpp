@@ -26,7 +26,7 @@ std::vector<at::Tensor> at_places(const std::vector<at::Tensor>& list,
   return some;
 }
 
-// On the host a list goes as one message, as with gloo: a profile shows one operation, and memory
+// On the host a list goes as one message, as with gloo. A profile shows one operation, and memory
 // that is in the list twice is reduced once.
 bool is_one_message(const std::vector<at::Tensor>& list) {
   return !list.empty() && std::all_of(list.begin(), list.end(), [&](const at::Tensor& each) {

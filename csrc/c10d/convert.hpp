@@ -17,8 +17,8 @@ namespace dpt::c10d_adapter {
 // An exception's text, without the C++ frames that torch's own append to it.
 std::string text_of(const std::exception& error);
 
-// Text from pieces, without streams: torch and this library may each carry a C++ library of their
-// own, and a stream that takes its locale from the other's copy crashes.
+// Text from pieces, without streams. Torch and this library may each carry a C++ library of their
+// own. A stream that takes its locale from the other's copy crashes.
 std::string join_text(std::initializer_list<std::string> pieces);
 [[noreturn]] void throw_value_error(std::initializer_list<std::string> pieces);
 
@@ -45,8 +45,9 @@ bool is_integer_mean(const c10d::ReduceOp& op, const at::Tensor& tensor);
 // The factor of PREMUL_SUM; 1 for other reduce ops.
 double premul_factor_of(const c10d::ReduceOp& op);
 
-// In whichever thread: the program may have made `to` in inference mode, or in its autograd graph,
-// which hears as little of it as where the operation writes to the tensor itself.
+// Copies in whichever thread calls it. The program may have made `to` in inference mode, or in its
+// autograd graph. The graph notices the copy as little as it does where the operation writes to the
+// tensor itself.
 void copy_as_made(const at::Tensor& to, const at::Tensor& from);
 
 // Tensors as the core wants them: contiguous. Those that are not get a contiguous stand-in.

@@ -1,5 +1,5 @@
-// The stock backend's work on host memory, as its caller gets it: the flight record learns of its
-// end, and a failure says first what it comes from.
+// The stock backend's work on host memory, as its caller gets it. The flight record learns of the
+// work's end, and a failure says first what it comes from.
 #pragma once
 
 #include <atomic>

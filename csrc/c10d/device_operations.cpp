@@ -42,8 +42,8 @@ Pointers pointers_of(at::TensorList tensors, size_t count) {
   return nullptr;
 }
 
-// Operations on lists. How one rank's list lies in memory the others don't know, the root's of a
-// gather for one, and they have to choose as it does.
+// Operations on lists. The other ranks don't know how one rank's list lies in memory, for example
+// the root's of a gather. They have to choose as that rank does.
 bool takes_lists(c10d::OpType op_type) {
   switch (op_type) {
     case c10d::OpType::ALLGATHER:

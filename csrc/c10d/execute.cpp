@@ -1,5 +1,5 @@
-// Requests of the core's own on the stock backend: how the tuner learns what gloo and NCCL take,
-// and how NCCL gets its part of what is divided.
+// Carries out the core's own requests on the stock backend. By them the tuner learns how long gloo
+// and NCCL take, and NCCL gets its part of what is divided.
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Exception.h>

@@ -1,7 +1,7 @@
-// Collectives of a group that spans nodes, in two stages on stock backends of a part of its ranks:
-// `local` has those of this node, `rail` those of the same place on every node. A message then
-// crosses the network once for each node instead of once for each rank's turn in a ring, on all
-// rails at a time. (Hierarchical collectives: e.g. Thakur et al., "Optimization of Collective
+// Collectives of a group that spans nodes, in two stages on stock backends of a part of its ranks.
+// `local` has the ranks of this node, `rail` those of the same place on every node. A message then
+// crosses the network once for each node, on all rails at a time. In a ring it would cross once for
+// each rank's turn. (Hierarchical collectives: e.g. Thakur et al., "Optimization of Collective
 // Communication Operations in MPICH", 2005.)
 //
 // With N nodes of L ranks each:

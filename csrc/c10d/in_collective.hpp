@@ -19,9 +19,10 @@ class InCollective {
   int64_t began_ns_;  // -1 inside another
 };
 
-// For operations that are waited for through their futures, where nobody can look on: DDP's reducer
-// waits for those of its buckets at the end of backward. Of those since the step before only the
-// last counts, from when it began to its end. The ones before it ran beside computation.
+// For operations that are waited for through their futures, where nobody can see the wait. DDP's
+// reducer, for one, waits for its buckets' operations at the end of backward. Only the last
+// operation since the step before counts, from when it began to its end. The ones before it ran
+// beside computation.
 int64_t now_ns();
 void note_followed(int64_t began_ns);  // at its end
 void step_ended();                     // counts it

@@ -17,8 +17,8 @@ namespace dpt::c10d_adapter {
 std::exception_ptr run_signal_handlers();
 
 // Whether the program handles signals that people send itself. Such a handler may start operations
-// of the group that this thread waits for, or destroy it, so nothing of the core may be beneath it.
-// Half a microsecond.
+// of the group that this thread waits for, or destroy the group. So nothing of the core may be
+// beneath the handler. Half a microsecond.
 bool handles_signals();
 
 // A line of the program.

@@ -11,8 +11,8 @@ namespace dpt::c10d_adapter {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// A function and the arguments of c10d's call, which are the caller's: on an accelerator all is
-// said when that call returns, and each copy of a list is time that shows.
+// A function and the arguments of c10d's call, which are the caller's. No list is copied, because
+// each copy takes time that shows, and on an accelerator all is said when that call returns.
 class Replay {
  public:
   virtual ~Replay() = default;

@@ -53,8 +53,8 @@ dpt_status get(void* context,
 
 dpt_store store_table(c10d::Store* store) { return {store, set, get}; }
 
-// Asked again and again rather than waited for: a TCPStore logs a warning for each wait that times
-// out, and in one can't be interrupted nor used by another thread.
+// Asks again and again rather than waits. A TCPStore logs a warning for each wait that times out.
+// During a wait it can't be interrupted, and no other thread can use it.
 bool await_keys(c10d::Store& store,
                 const std::vector<std::string>& keys,
                 std::chrono::milliseconds limit,

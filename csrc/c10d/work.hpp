@@ -44,7 +44,7 @@ class NativeWork : public c10d::Work {
     uint64_t sequence;
     std::vector<at::Tensor> results;  // what result() and the future give
     Explain explain = nullptr;
-    // Runs once at the end of a successful operation, in the thread that completes it: copies
+    // Runs once at the end of a successful operation, in the thread that completes it. It copies
     // results back into tensors that were not contiguous, and keeps buffers alive until then.
     std::function<void()> finalize = nullptr;
     // After DPT_ERR_DELEGATE: the exception that the delegate left behind.

@@ -1,5 +1,5 @@
-// Knowledge of this process about the speed of plans: times measured in it and those of the
-// profile, shared by all of its groups, and what the groups decided from them.
+// Knowledge of this process about the speed of plans, shared by all of its groups. It consists of
+// times measured in this process, those of the profile, and what the groups decided from them.
 //
 // Lifecycle: made at the first use, never destroyed. Thread safety: any thread.
 #pragma once

@@ -31,10 +31,10 @@ constexpr size_t kShareOfMemory = 4;
 // A round is as many calls as take this long.
 constexpr double kRoundUs = 500;
 constexpr int kFirstCalls = 4;
-// From here on one call may take longer than that: through the host's memory tens of milliseconds,
-// of which every candidate's first turn would cost a good part of what a process may spend.
+// From here on one call may take longer than that: tens of milliseconds through the host's memory.
+// Every candidate's first turn would then cost a good part of the time that a process may spend.
 constexpr size_t kLongTrial = 32 << 20;
-// Trials of stages between nodes take at most so much memory: on a network of 24 Gbit/s the bytes
+// Trials of stages between nodes take at most so much memory. On a network of 24 Gbit/s the bytes
 // of the largest alone take tens of milliseconds.
 constexpr size_t kMostInStages = size_t{128} << 20;
 constexpr int kMostCalls = 40;

@@ -1,5 +1,5 @@
-// Times plans for operations on the device in the middle of a program, and the delegate: rounds of
-// calls back to back on the caller's stream, behind a gate, by the device's own clock.
+// Times plans for operations on the device in the middle of a program, and the delegate. It times
+// rounds of calls back to back on the caller's stream, behind a gate, by the device's own clock.
 #pragma once
 
 #include <map>

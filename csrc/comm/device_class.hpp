@@ -18,8 +18,9 @@ struct DeviceClass {
   bool shared;       // several ranks use one GPU
   bool peer_access;  // no two of them are known to lack it
   bool peer_access_is_known;
-  // Between those of a node, in rank order. Of no size where nothing is to be had from them: links
-  // are alike, some GPU can't be reached by way of any others, or the group spans nodes.
+  // The links between the GPUs of a node, in rank order. The matrix has size 0 where it is of no
+  // use. That is so if links are alike, if some GPU can't be reached by way of any others, or if
+  // the group spans nodes.
   LinkMatrix links;
   std::vector<int> cpus;  // near this rank's own, where that may matter; empty: unknown
 };
@@ -31,8 +32,8 @@ DeviceClass describe_devices(const RunContext& context,
                              const std::vector<int64_t>& global_ranks,
                              bool spans_nodes);
 
-// The key for times of the delegate in stages between such nodes, and of nothing else: "NVIDIA
-// H200, 132 SMs, over NVLink, in stages of NCCL". Lasts as long as the process.
+// The key for times of the delegate in stages between such nodes, and of nothing else. An example
+// is "NVIDIA H200, 132 SMs, over NVLink, in stages of NCCL". The text lasts as long as the process.
 std::string_view text_in_stages(const DeviceClass& devices);
 
 }  // namespace dpt

@@ -161,8 +161,8 @@ void DeviceMeeting::agree_on_stages(JoinedDevice* joined) {
   joined->by_nodes = tuning_.delegate_competes();
 }
 
-// All sizes at once, while the ranks are here anyway: later they may come at different times, which
-// nothing but an operation's timeout would tell the other nodes.
+// Settles all sizes at once, while the ranks are here anyway. Later they may come at different
+// times, and nothing but an operation's timeout would tell the other nodes.
 void DeviceMeeting::settle_between_nodes(const dpt_request& request,
                                          const JoinedDevice& joined,
                                          uint64_t* next_sequence) {

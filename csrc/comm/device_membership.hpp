@@ -1,5 +1,5 @@
-// A rank's membership in its group on devices: the ranks join there at their first operation on
-// one, find out what is fastest as sizes come, and leave at the group's end.
+// A rank's membership in its group on devices. The ranks join there at their first operation on a
+// device, find out what is fastest as sizes come, and leave at the group's end.
 //
 // Locks: all functions with the order of submission held, but `leave` by the last thread. The ranks
 // meet in the group's turn besides (comm/progress.hpp), as operations on host memory use the same

@@ -1,6 +1,6 @@
-// The one object per process that groups share: who this process is, whom it shares memory with,
-// the memory they reach of each other, and the watchdog over those peers. Groups are light views
-// that register here.
+// The one object per process that groups share. It knows who this process is and which peers share
+// memory with it. It has the memory that they reach of each other, and the watchdog over those
+// peers. Groups are light views that register here.
 //
 // Lifecycle: made at the first group, never destroyed; its threads end with the last group that
 // needs them. After fork() the child's fabric is marked

@@ -2,10 +2,10 @@
 // while this one is stuck or stopped.
 //
 // One memfd per process, named "deepytorch-flight": whoever may look into /proc/<pid>/fd finds and
-// reads it (deepytorch_core/hang/record.py, which knows this layout by heart: change both, and the
-// version). Its size is sealed. It holds a header, a table of groups, the peers of this node, a
-// table of the program's lines that were found to call operations, and a ring of the newest
-// operations.
+// reads it. The reader, deepytorch_core/hang/record.py, knows this layout by heart: change both,
+// and the version. The memfd's size is sealed. It holds a header, a table of groups, the peers of
+// this node and a ring of the newest operations. It also has a table of the program's lines that
+// were found to call operations.
 //
 // Lifecycle: made by the process's first group, never destroyed. A child made by fork has no part
 // in it. Thread safety: all functions from any thread; `begin` and `end` take no lock, call no
@@ -75,9 +75,9 @@ class FlightRecord {
   void note_wait(uint64_t number);
 
   // For how long this process has been in an operation that others keep waiting, in ns; 0: in none.
-  // Not counted are messages, and operations of the delegate, that nobody waits for: they may have
-  // been posted long before they are due, and may have ended unnoticed. Of those on devices, whose
-  // end the host does not see, the one that this process began last counts.
+  // Messages and operations of the delegate don't count when nobody waits for them. They may have
+  // been posted long before they are due, and may have ended unnoticed. The host does not see the
+  // end of operations on devices: of these only the one that this process began last counts.
   int64_t longest_wait_ns() const;
 
   // Operations that begin meanwhile are not recorded: to measure what recording costs.

@@ -154,8 +154,8 @@ std::string GroupBootstrap::read_words(const dpt_request& request,
     peers.push_back(std::move(word.peer));
     invitations->push_back(std::move(word.invitation));
   }
-  // Messages between nodes are the delegate's, and so are the others of such a group: a receive
-  // from any rank must find them all in one place.
+  // Messages between nodes are the delegate's. So are the other messages of such a group, because a
+  // receive from any rank must find them all in one place.
   return kShmTransport.why_not(peers, facts_.global_ranks);
 }
 

@@ -1,6 +1,6 @@
-// How the ranks of a group come together: in its first operation that can be native, where all of
-// them come, or invited by a rank that sends or receives (comm/invitations.hpp, NOTE
-// [Invitations]). Until then nobody waits for anybody.
+// Brings the ranks of a group together. They meet in its first operation that can be native, as all
+// of them come to it. A rank that sends or receives invites the others instead
+// (comm/invitations.hpp, NOTE [Invitations]). Until then nobody waits for anybody.
 //
 // Locks: it has none of its own. One thread at a time connects, as the group's progress runs its
 // tasks one by one; the others wait in the group's state. The process's listening thread calls with

@@ -1,5 +1,5 @@
-// Facts of a group that hold from its first to its last moment: what its program asked for, where
-// its work is counted and recorded, and what messages call it.
+// Facts of a group that hold from its first to its last moment. They say what its program asked
+// for, where its work is counted and recorded, and what messages call it.
 //
 // Locks: none. All of it is constant once made, and the statistics and the flight record guard
 // themselves.

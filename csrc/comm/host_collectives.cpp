@@ -17,8 +17,8 @@ namespace {
 // Every node's header must fit into the smallest slot.
 constexpr int kMostNodes = 96;
 
-// The same on every rank, also when parts are uneven: all ranks of an all_gather know all parts,
-// and an all_to_all works with whatever each rank takes for its size.
+// The same on every rank, also when parts are uneven. All ranks of an all_gather know all parts. An
+// all_to_all works with whatever each rank takes for its size.
 size_t bytes_to_choose_by(const Operation& operation, int size) {
   size_t most = operation.bytes();
   if (operation.collective == DPT_ALL_GATHER && operation.is_uneven()) {
@@ -199,8 +199,8 @@ void HostCollectives::run(const Pending& pending, bool in_caller) {
       if (!is_delegate(pending.plan)) {
         FlightRecord::instance().note(pending.recorded, FlightRecord::kNative);
       }
-      // NOTE [Gate] A rank that delegates enters the group's signals first, so that a peer which
-      // runs the same call natively (another dtype, say) is told of the mismatch.
+      // NOTE [Gate] A rank that delegates enters the group's signals first. So a peer which runs
+      // the same call natively (another dtype, say) is told of the mismatch.
       if (is_delegate(pending.plan))
         return transports_.nodes ? enter_nodes(context) : enter_small(context);
       const Algorithm* algorithm = find_algorithm(pending.plan.algorithm, operation.collective);

@@ -13,8 +13,8 @@
 // question's mark with that of who asks.
 //
 // NOTE [Lent store] The invited rank's program may be inside a wait of the rendezvous store, for
-// the very ranks that invite it, and torch's TCPStore serves one call at a time. So who invites
-// also lends its store: the invited rank's questions travel over the datagram socket.
+// the very ranks that invite it. And torch's TCPStore serves one call at a time. So a rank that
+// invites also lends its store: the invited rank's questions travel over the datagram socket.
 #pragma once
 
 #include <functional>

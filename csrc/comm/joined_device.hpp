@@ -1,7 +1,8 @@
 // A rank's device in a group, as the ranks found it when they met there.
 //
-// Locks: it is made with the order of submission held, in the group's turn, and then constant, but
-// `by_nodes`, which is settled before that turn ends. The watchdog's thread reads the rest.
+// Locks: it is made with the order of submission held, in the group's turn, and is then constant.
+// Only `by_nodes` is settled after that, before the turn ends. The watchdog's thread reads the
+// rest.
 #pragma once
 
 #include <cstddef>

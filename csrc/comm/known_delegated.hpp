@@ -1,12 +1,13 @@
 // Operations on a device of which it is settled that they are the delegate's.
 //
 // NOTE [Short way] Between two operations NCCL and CUDA push everything else out of the caches and
-// the TLBs, so a call costs what it touches rather than what it computes. On two H100 a call cost 3
+// the TLBs. So a call costs what it touches rather than what it computes. On two H100 a call cost 3
 // to 4 us more than NCCL's own. With a fake GPU it cost as much once 1024 pages of code and of data
-// were run through between calls, and 0.4 us without that (tests/conformance/test_short_way.py
-// prints it): it went through 94 pages of code. So what is known goes a short way: the adapter asks
-// begin_known, starts the delegate itself and is done. The functions on it are marked hot, which
-// lays them side by side, and all that can be found out before is kept here: 1 us with that fake.
+// were run through between calls (tests/conformance/test_short_way.py prints it). Without that it
+// cost 0.4 us more. The call went through 94 pages of code. So what is known goes a short way: the
+// adapter asks begin_known, starts the delegate itself and is done. The functions on it are marked
+// hot, which lays them side by side. All that can be found out before is kept here. With that fake
+// a call costs 1 us more this way.
 //
 // Thread safety: none; the order of submission guards it (comm/submit_order.hpp).
 #pragma once
@@ -65,8 +66,8 @@ class KnownDelegated {
   }
 
  private:
-  // A training step has tens of sizes, and they come round again and again: one that has no place
-  // beside the others would never be known.
+  // A training step has tens of sizes, and they come round again and again. A size that has no
+  // place beside the others would never be known.
   static constexpr size_t kSets = 32;
   using Set = std::array<Known, 4>;
 

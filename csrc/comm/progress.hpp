@@ -1,5 +1,6 @@
-// Runs a group's operations one at a time, in the order they came: in the caller's thread when
-// nothing is ahead and the caller waits anyway, else on the group's progress thread.
+// Runs a group's operations one at a time, in the order they came. An operation runs in the
+// caller's thread when nothing is ahead and the caller waits anyway, else on the group's progress
+// thread.
 //
 // The thread starts with the first task that needs it and sleeps while there is none.
 //

@@ -1,5 +1,5 @@
-// Candidates on trial against each other, wherever they run: rounds in which each has its turn, on
-// scratch memory, until their times are known well enough.
+// Tries candidates against each other, wherever they run. In each round every candidate has its
+// turn, on scratch memory. The rounds go on until the candidates' times are known well enough.
 #pragma once
 
 #include <chrono>
@@ -11,8 +11,8 @@
 
 namespace dpt {
 
-// One range of sizes has enough when it had this long and this many rounds, and stops at the latest
-// after the longer time or the larger number.
+// One range of sizes has enough when it had `enough_us` and `fewest_rounds`. It stops at the latest
+// after `most_rounds`, or after `most_us` and `fewest_long_rounds`.
 struct Pace {
   double enough_us;
   double most_us;

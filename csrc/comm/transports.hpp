@@ -1,5 +1,5 @@
-// The native transports of a group, as its ranks found them when they met: shared memory within a
-// node, the network between nodes, or none and the reason.
+// The native transports of a group, as its ranks found them when they met. They are shared memory
+// within a node and the network between nodes, or none and the reason.
 //
 // Locks: the group's state has it, and says which lock guards what (comm/group_state.hpp).
 #pragma once

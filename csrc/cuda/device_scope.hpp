@@ -6,8 +6,8 @@
 namespace dpt::cuda {
 
 // Makes `device` current, and again what was before; a thread of the core's own stays there. Unlike
-// cudaSetDevice it makes no context on the device that was current before, which in a thread that
-// has used none is GPU 0, whoever's that is.
+// cudaSetDevice it makes no context on the device that was current before. In a thread that has
+// used no device this is GPU 0, whoever's that is.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);

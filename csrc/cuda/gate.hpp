@@ -1,5 +1,5 @@
-// A kernel that holds up its stream until the host lets go, so that what is queued behind it runs
-// back to back, however long the host took to queue it.
+// A kernel that holds up its stream until the host lets go. So the work queued behind it runs back
+// to back, however long the host took to queue it.
 #pragma once
 
 #include <cstdint>

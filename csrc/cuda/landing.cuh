@@ -1,17 +1,18 @@
 // Chunks that go straight to the receiver's output, past the slots of their queue.
 //
-// NOTE [Landing] The receiver of a queue, where its output lies in memory that the sender has
-// mapped (registered memory), announces when its kernel starts where that is. The sender fills
-// slots until it sees the announcement; it waits for none, since with ordinary memory none comes.
-// From then on it writes chunks where they belong, needs no room in the queue for them, and says
-// which is the first before it publishes that. Both ends go on counting chunks as if all lay in
-// slots, so operations with and without landings follow each other on one queue.
+// NOTE [Landing] The output of a queue's receiver may lie in memory that the sender has mapped
+// (registered memory). The receiver then announces where the output lies when its kernel starts.
+// The sender fills slots until it sees the announcement; it waits for none, since with ordinary
+// memory none comes. From then on it writes chunks where they belong and needs no room in the queue
+// for them. It says which chunk is the first before it publishes that one. Both ends go on counting
+// chunks as if all lay in slots, so operations with and without landings follow each other on one
+// queue.
 //
 // The sender overwrites only what the receiver has given up. The receiver's kernel runs, so the
 // stream is done with the output's old content. Where the output is the input as well, a chunk's
-// result is made of inputs that have been sent. An announcement holds for one kernel: it carries
-// the number of that kernel's first chunk, and the next kernel on the queue forgets what is left of
-// it.
+// result is made of inputs that have been sent. An announcement holds for one kernel and carries
+// the number of that kernel's first chunk. The next kernel on the queue forgets what is left of the
+// announcement.
 #pragma once
 
 #include "cuda/device.cuh"

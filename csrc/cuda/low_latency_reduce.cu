@@ -1,6 +1,7 @@
 // Small all_reduce and reduce_scatter, in one exchange. Every rank sends each peer the part that
-// this peer reduces (all_reduce: everything) as lines that carry their own flags, and adds up what
-// comes in. P - 1 times the part on each link, twice that with the flags, but a single trip.
+// this peer reduces, which is everything in all_reduce. The part goes as lines that carry their own
+// flags. Then the rank adds up what comes in. P - 1 times the part on each link, twice that with
+// the flags, but a single trip.
 //
 //   send:    input -> lines of every peer
 //   reduce:  own input and the lines of every rank, in rank order -> output

@@ -1,6 +1,6 @@
 // Packets say themselves that they have arrived, so their data needs neither a signal behind it nor
 // a fence before one. Eight neighbouring threads move a packet of 256 bytes: two lines, each
-// written by one instruction of all eight, whose last 8 bytes are the operation's number. Over
+// written by one instruction of all eight. A line's last 8 bytes are the operation's number. Over
 // NVLink such a line arrives whole. (The idea of NCCL's LL128 protocol.)
 //
 //   line 0:  vectors 0 to 6     first half of vector 14     number
@@ -26,7 +26,7 @@ DPT_DEVICE uint32_t vector_of_share(int k) {
 // Picks this thread's packets of a part. Every part is dealt out to the channels alike, and in them
 // to warps. These take as many packets at a time as they have crews of eight.
 //
-// NOTE [Warps together] A warp goes through all of this in one piece: crews whose packet lies
+// NOTE [Warps together] A warp goes through all of this in one piece. Crews whose packet lies
 // behind the part's end send and receive an empty one. Were a line's eight threads ever apart, its
 // number might be written before its data.
 class PacketLoop {

@@ -1,5 +1,5 @@
-// Large reduce_scatter: every rank pushes each peer's part into that peer's queue, chunk by chunk,
-// and adds up its own part with what the peers pushed. Two teams, each at its own pace:
+// Large reduce_scatter: every rank pushes each peer's part into that peer's queue, chunk by chunk.
+// It adds up its own part with what the peers pushed. Two teams do so, each at its own pace:
 //
 //   push:    chunk of every peer's part -> queue of that peer
 //   reduce:  chunk of the own part and the peers' chunks, in rank order -> output

@@ -2,8 +2,8 @@
 // memory: into slots, or where they belong if that is registered (landing.cuh). Thread p of a
 // team's signal warp keeps the books of the queue with peer p; workers see only where a chunk lies.
 // The queues of a lane are those of PeerLinks or of RingLinks. The round of a chunk is its number
-// among the kernel's in its queue: kernels that don't use each queue once in every step count for
-// themselves.
+// among the kernel's chunks in its queue. Kernels that don't use each queue once in every step
+// count for themselves.
 //
 // Sender:                has_room -> workers write to slot(queue), or place(queue)   -> publish
 // Receiver:  announce -> has_come -> workers read slot(queue), unless it has landed -> release
@@ -52,8 +52,8 @@ struct PeerLinks {
   DPT_DEVICE static int sender_of(const GroupView&, int queue) { return queue; }
   DPT_DEVICE static int number_there(const GroupView& group, int) { return group.rank; }
 };
-// Queues from the rank before and to the rank after, one for what began its way at each rank, under
-// that rank's number at both ends. A team has to do with one of them.
+// Queues from the rank before and to the rank after, one for the chunks that began their way at
+// each rank. A queue has that rank's number at both ends. A team serves one of them.
 struct RingLinks {
   int origin;
   DPT_DEVICE int kept_by_sender(const GroupView& group, const Team& team) const {

@@ -1,5 +1,5 @@
-// A group of GPUs without peer access as a DeviceGroup: all of it goes through the host's memory
-// (csrc/staged), and nothing of a peer's device is mapped or copied.
+// A group of GPUs without peer access as a DeviceGroup. All of its data goes through the host's
+// memory (csrc/staged), and nothing of a peer's device is mapped or copied.
 #pragma once
 
 #include <functional>

@@ -1,5 +1,5 @@
-// Every thread adds up vectors of its own, in rank order: of this rank where the caller has them,
-// of the others where the copy engine put them.
+// Every thread adds up vectors of its own, in rank order. It reads this rank's where the caller has
+// them, and the others' where the copy engine put them.
 #include "cuda/start.cuh"
 #include "cuda/sum_pieces.hpp"
 

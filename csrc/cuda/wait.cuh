@@ -82,8 +82,8 @@ DPT_DEVICE bool wait_until(const GroupView& group, const CallView& call, int pee
 // runs the same operations in the same order, and where two differ two neighbours do.
 //
 // A kernel on a group that has failed must send nothing: its peers would take it for what they
-// still wait for. And it must not end before the host has decided what follows: what comes behind
-// it on the stream would work on what it left undone.
+// still wait for. And it must not end before the host has decided what follows. Otherwise the work
+// behind it on the stream would use what it left undone.
 class Attendance {
  public:
   DPT_DEVICE Attendance(const GroupView& group, const CallView& call) : group_(group), call_(call) {

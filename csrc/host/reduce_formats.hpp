@@ -2,8 +2,8 @@
 //
 // A format loads one block into two vectors of values and stores them back. What lies where in the
 // two vectors is its own affair, because every operation is elementwise. Stores round to nearest
-// even and give every NaN the same bits: which of two NaNs an addition keeps depends on the order
-// in which a compiler places its operands.
+// even and give every NaN the same bits. Otherwise the bits would depend on the compiler: an
+// addition keeps one of two NaNs by the order in which its operands are placed.
 //
 // Part of reduce_kernels.hpp, whose rules on linkage and on library functions hold here too.
 #pragma once

@@ -1,12 +1,12 @@
 // The tuner plugin that NCCL loads: makes what the table names the cheapest in NCCL's own cost
 // table.
 //
-// It adds nothing that NCCL does not offer: an algorithm that NCCL rules out for an operation stays
-// ruled out, and an operation that the table does not name is NCCL's alone. All ranks of a
-// communicator must read equal tables, as they must agree on NCCL_ALGO. It can be loaded and
-// unloaded at any time: it starts no thread, keeps nothing beyond a communicator's context, and
-// lets no exception out. A table that can't be read, or that somebody else could have written, is
-// said once per communicator and then counts as empty.
+// It adds nothing that NCCL does not offer. An algorithm that NCCL rules out for an operation stays
+// ruled out. An operation that the table does not name is NCCL's alone. All ranks of a communicator
+// must read equal tables, as they must agree on NCCL_ALGO. It can be loaded and unloaded at any
+// time: it starts no thread, keeps nothing beyond a communicator's context, and lets no exception
+// out. A table that can't be read, or that somebody else could have written, is said once per
+// communicator and then counts as empty.
 #include <exception>
 #include <memory>
 #include <optional>

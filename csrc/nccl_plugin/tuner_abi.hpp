@@ -1,5 +1,6 @@
-// NCCL's interface for tuner plugins, versions 3 to 5, as its documentation describes it: which
-// functions a plugin has, by which symbol it is found, and the numbers of what it chooses from.
+// NCCL's interface for tuner plugins, versions 3 to 5, as its documentation describes it. It says
+// which functions a plugin has and by which symbol NCCL finds it, and numbers what the plugin
+// chooses from.
 //
 // Declared here because no package ships these headers. Only what the plugin needs has a name; what
 // it passes over (descriptions of NVLink domains, tunable constants) is an opaque pointer.

@@ -1,6 +1,6 @@
 // The memory that the ranks of a staged group share. It has slots for what devices copy up and for
-// what is reduced, and the words by which devices and workers tell each other how far they are.
-// Slots may lie on the devices where these reach each other's memory, each rank's on its own.
+// what is reduced. It also has the words by which devices and workers tell each other how far they
+// are. Slots may lie on the devices where these reach each other's memory, each rank's on its own.
 //
 // Chunks of all operations are numbered through, from 1; chunk n uses slot n % depth of every rank.
 // Words hold the low half of such a number and only grow, but for NOTE [Breaking]. Each slot has
@@ -28,10 +28,10 @@ struct Shape {
   int nodes = 1;             // with as many ranks each
 };
 
-// NOTE [Breaking] Where a rank does not come, or ranks are in different operations, no lane may
-// wait for ever, and nobody may take what then comes out for a result. So first every rank's gate
-// is shut, which the operation passes last; then all words go far ahead, so that every wait ends.
-// Each rank's gate is opened by its own process, when that has decided what follows.
+// NOTE [Breaking] A rank may stay away, or ranks may be in different operations. Then no lane may
+// wait for ever, and nobody may take what comes out for a result. So first every rank's gate is
+// shut, which the operation passes last; then all words go far ahead, so that every wait ends. Each
+// rank's gate is opened by its own process, when that has decided what follows.
 enum Gate : uint32_t { kHeld = 0, kRunning = 1, kReleased = 2 };
 
 class Board {

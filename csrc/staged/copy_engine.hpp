@@ -1,5 +1,6 @@
-// A device's part in a group that is staged through the host's memory: it copies up and down, on a
-// lane each, waits for and writes words of that memory in the order of the lane, and adds up.
+// A device's part in a group that is staged through the host's memory. It copies up and down,
+// each direction on lanes of its own, and adds up. It waits for words of that memory and writes
+// them, in the order of the lane.
 //
 // Everything is enqueued and nothing here waits for the device. So once a call returned, the
 // operation needs nothing more of this process than the workers' threads (workers.hpp). These never

@@ -1,6 +1,6 @@
 // One rank's membership of a staged group: the memory that its ranks share, its lanes and workers.
-// The same serves devices that reach each other's memory: what is copied up then goes to a slot on
-// the device, from where peers fetch it, and no multiprocessor is taken.
+// The same serves devices that reach each other's memory. Data that is copied up then goes to a
+// slot on the device. Peers fetch it from there, and no multiprocessor is taken.
 //
 // Lifecycle: `connect` is called by all ranks together. The ranks of a node share a memfd that is
 // passed over an abstract socket, so nothing of this memory is visible anywhere. With the last

@@ -5,10 +5,11 @@
 //   all_reduce      shares of the result; nodes collect theirs, then spread them
 //   reduce_scatter  the pieces of a node's ranks; nodes collect theirs
 //   all_gather      what a rank gives and its partners on the other nodes give; they spread it
-// To collect is to send the others their blocks and to add what they have of the own one, in the
-// order of nodes; to spread is to send them the own block. So a node's link carries (N-1)/N of the
-// message for each. Chunks of results are dealt out to the ranks of a node, and every rank carries
-// what is in its own slot; ranks of one place on their nodes do the same and are partners.
+//
+// A node that collects sends the others their blocks and adds what they have of its own one, in the
+// order of nodes. A node that spreads sends them its own block. So a node's link carries (N-1)/N of
+// the message for each. Chunks of results are dealt out to the ranks of a node, and every rank
+// carries what is in its own slot; ranks of one place on their nodes do the same and are partners.
 //
 // Both sides of a connection post alike: first what operation they are in, then chunk after chunk.
 // They collect a chunk before they spread the one before it, so that both are under way.

@@ -18,8 +18,8 @@ constexpr uint32_t kFarAhead = 1u << 30;
 // How often waits are ended anew while devices undo it.
 constexpr std::chrono::milliseconds kEndAgain{1};
 
-// A rank's own node knows best what the rank is doing, and says so within this after its timeout:
-// two looks of its watchdog, and its way through the network.
+// A rank's own node knows best what the rank is doing. The node says so within this time after its
+// timeout. The time is for two looks of its watchdog and the way through the network.
 constexpr std::chrono::milliseconds kGraceBetweenNodes{1000};
 
 // The largest pitch that drivers take.
@@ -113,7 +113,7 @@ void Pipeline::put_on_lanes(const Op& op, Stream stream, const StartHooks& hooks
   if (own_is_result && job.own != job.own_to) {
     engine_.copy_local(job.own_to, job.own, job.piece_bytes);
   }
-  // In an order in which each command could wait for the end of the one before: some devices'
+  // The order is one in which each command could wait for the end of the one before. Some devices'
   // lanes share a queue, and a full queue holds up this thread.
   const uint64_t lag = std::min<uint64_t>(board_.shape().depth, job.chunks);
   for (uint64_t step = 0; step < job.chunks + lag; ++step) {

@@ -1,5 +1,5 @@
-// The operations of one rank of a staged group: what its device is to do is enqueued at once
-// (`enqueue`), what the processor is to do is done by workers, bit by bit (`advance`).
+// The operations of one rank of a staged group. `enqueue` enqueues at once what the rank's device
+// is to do. Workers do what the processor is to do, bit by bit (`advance`).
 //
 // A reduced chunk goes this way:
 //   1. the lane up waits until the slot is free, copies, and says `arrived`;
@@ -9,8 +9,8 @@
 // Between nodes the last of the workers says `reduced` instead; then an internode sender passes the
 // chunk on, and says `ready` (internode_sender.hpp).
 //
-// A chunk that is passed on, or that devices reduce, goes from slots to them without workers, who
-// compare what operation the ranks are in, once for each (`checked`).
+// A chunk that is passed on, or that devices reduce, goes from slots to them without workers.
+// Workers only compare, once for each operation, which one the ranks are in (`checked`).
 //
 // Thread safety: `enqueue` by one thread at a time; `advance(w)` by worker w; the rest by any.
 #pragma once
@@ -47,8 +47,8 @@ class Pipeline {
 
   // Starts the operation behind what is on `stream`, which from here on waits for its end. `parts`:
   // one behind the other, of which the last one's end is the operation's.
-  // What runs beside it is put there before anything of the operation is on a lane: on every rank
-  // alike, so that nothing of the two waits for each other where a lane and `stream` share a queue.
+  // `hooks.beside` puts its work there before anything of the operation is on a lane, on every rank
+  // alike. So neither of the two waits for the other where a lane and `stream` share a queue.
   // Throws Error(DPT_ERR_ABORTED) when the group is broken; any other error breaks it.
   void enqueue(const std::vector<Job>& parts,
                std::chrono::milliseconds timeout,

@@ -1,6 +1,6 @@
-// For tests in which ranks are threads: each sees the board at an address of its own, so the thread
-// sanitizer can't tell that its words order them (segment.cpp, NOTE [Thread sanitizer]). Workers
-// say when they are done with memory; a test's device may take that up.
+// For tests in which ranks are threads. Each rank sees the board at an address of its own. So the
+// thread sanitizer can't tell that the board's words order the ranks (segment.cpp, NOTE [Thread
+// sanitizer]). Workers say when they are done with memory; a test's device may take that up.
 #pragma once
 
 #if defined(__SANITIZE_THREAD__)

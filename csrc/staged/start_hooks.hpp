@@ -10,8 +10,8 @@ namespace dpt::staged {
 struct StartHooks {
   // Puts on the operation's stream what is to run at the same time.
   std::function<void()> beside = {};
-  // Hears why the start failed before the other ranks can see that it did: who asks them then finds
-  // the cause, and not only that this rank ended it.
+  // Hears why the start failed before the other ranks can see that it did. So whoever asks those
+  // ranks finds the cause, and not only that this rank ended the operation.
   std::function<void(const Error&)> failed = {};
 };
 

@@ -1,6 +1,6 @@
 // The threads of a process that do the processor's part for all its staged groups.
 //
-// A worker never waits for one group: it goes round all of them and does what can be done, so ranks
+// A worker never waits for one group. It goes round all groups and does what can be done, so ranks
 // may have several groups under way in different orders. With nothing under way all of them sleep;
 // while something is they spin a little, then sleep for some microseconds at a time, because no
 // device wakes them.

@@ -1,5 +1,5 @@
-// GPUs and their links, from the driver's management library, which is opened at run time: the core
-// needs no CUDA toolkit to build and no driver to run.
+// GPUs and their links, from the driver's management library. The library is opened at run time, so
+// the core needs no CUDA toolkit to build and no driver to run.
 #include <dlfcn.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The parts of a machine, as plain data: found by discover(), or loaded from JSON so that tests and
-// the tuner's dry runs can use machines that are not there.
+// The parts of a machine, as plain data. They are found by discover(), or loaded from JSON so that
+// tests and the tuner's dry runs can use machines that are not there.
 //
 // Unknown is -1 for a NUMA node, 0 for a number and "" for a string.
 #pragma once

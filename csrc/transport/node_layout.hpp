@@ -1,9 +1,9 @@
 // Lays out which ranks of a group share a node, and who speaks for whom between nodes.
 //
 // NOTE [Partners] Every rank has one partner on each other node: the rank there with its own local
-// rank, counted round where that node has fewer ranks. A node tells a rank anything through that
-// rank's partner. With equally many ranks per node these pairs are the rails: rank i of one node
-// and rank i of every other.
+// rank. That number is counted round where the node has fewer ranks. A node tells a rank anything
+// through that rank's partner. With equally many ranks per node these pairs are the rails: rank i
+// of one node and rank i of every other.
 #pragma once
 
 #include <algorithm>

@@ -23,8 +23,8 @@ AlgorithmName chunked_algorithm(Collective collective) {
   return reduces ? AlgorithmName::kPipelined : AlgorithmName::kExchange;
 }
 
-// Slots must stay in the L2 cache while all ranks touch them, but a step costs a barrier: dear
-// where ranks share cores and each of them has to be scheduled.
+// Slots must stay in the L2 cache while all ranks touch them, but each step costs a barrier. A
+// barrier takes long where ranks share cores and each of them has to be scheduled.
 size_t usual_chunk(size_t bytes, bool oversubscribed) {
   if (bytes < kMiB) return kUsualChunk;
   return oversubscribed ? 256 * kKiB : 128 * kKiB;

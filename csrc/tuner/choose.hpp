@@ -45,8 +45,8 @@ bool is_small_between_nodes(const ChooseRequest& request);
 // may be of another build, or written by people.
 bool could_be_candidate(const Candidate& candidate, Collective collective, int nodes);
 
-// The plans worth trying for a request that is cut into chunks, without the delegate: first the
-// rule of thumb's, then from small chunks to large ones. At most five.
+// The plans worth trying for a request that is cut into chunks, without the delegate. The rule of
+// thumb's plan comes first. The others go from small chunks to large ones. There are at most five.
 std::vector<Candidate> candidates(const ChooseRequest& request);
 
 // Decides for a group from an entry, pure as `choose`; `found` says where the times come from, as

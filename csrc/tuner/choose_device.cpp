@@ -25,7 +25,7 @@ constexpr size_t kUsualChannels = 32;  // of messages that these have threads en
 constexpr size_t kUsualChunk = 16 << 10;
 // From here on a sum takes so long that programs compute beside it, and what it takes of the GPU
 // counts: NCCL's kernel has 24 blocks. On two H200 all_reduces of 16 MiB on 64 multiprocessors took
-// 0.74 of NCCL's time, and DDP's step of BERT, which computes beside its buckets, 1.02.
+// 0.74 of NCCL's time. DDP's step of BERT, which computes beside its buckets, took 1.02 of it.
 constexpr size_t kLeastBesideCompute = 8 << 20;
 
 // Copy engines take longer to start than kernels; below this they are not tried.

@@ -41,9 +41,9 @@ int offer_channels(int num_sms, int used, int wanted = 0);
 // ChooseDeviceRequest.
 std::string why_not_wired(cuda::Wiring wiring, Collective collective, bool large);
 
-// Whether the delegate may carry out an even operation in stages, within nodes and between them: by
-// the rule where it does not compete, else where that was measured to be faster. `bytes`: of one
-// part.
+// Whether the delegate may carry out an even operation in stages, within nodes and between them.
+// The rule decides if the delegate does not compete. Otherwise stages must have been measured to be
+// faster. `bytes`: of one part.
 bool goes_by_nodes(Collective collective, size_t bytes, int ranks);
 
 // From so many bytes in all fewer bytes between nodes count for more than the stages' latency.
@@ -54,8 +54,9 @@ bool is_in_stages(const Candidate& candidate);
 
 DevicePlan choose_device(const ChooseDeviceRequest& request);
 
-// The plans worth trying for an even request, without the delegate: first the rule of thumb's, then
-// smaller grids, which leave more of the device to others. At most kMostDeviceCandidates.
+// The plans worth trying for an even request, without the delegate. First comes the rule of
+// thumb's, then smaller grids, which leave more of the device to others. At most
+// kMostDeviceCandidates.
 constexpr size_t kMostDeviceCandidates = 14;
 std::vector<Candidate> device_candidates(const ChooseDeviceRequest& request);
 

@@ -1,5 +1,5 @@
 // The choice of a plan for an operation of GPUs that are staged through the host's memory
-// (csrc/staged): pure, as choose_device.hpp, which comes here for such groups.
+// (csrc/staged). It is pure, as choose_device.hpp, which comes here for such groups.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace dpt {
 
-// Whether the delegate can carry out a part of such an operation while CPU-Reduce does the rest:
-// the ring through the host's memory leaves much of a GPU's link idle.
+// Whether the delegate can carry out a part of such an operation while CPU-Reduce does the rest.
+// That can pay because the ring through the host's memory leaves much of a GPU's link idle.
 bool can_be_divided(Collective collective, DataType dtype, ReduceOp op);
 
 // The delegate, if there is one, gets whatever can be served, unless it was measured slower.

@@ -90,8 +90,8 @@ struct Limits {
 // The measurement that wins, nullptr when none is usable. Among native candidates the fastest, or
 // the first that is as good within the noise, which is why the rule of thumb's comes first. The
 // delegate only if it is faster beyond the noise: by 10%, and with its upper quartile below that
-// winner's lower one. On the device it is the other way round, since NCCL is hard to beat: a native
-// one only if it is faster than the delegate by 3%, with quartiles that do not overlap.
+// winner's lower one. On the device it is the other way round, since NCCL is hard to beat. A native
+// one wins only if it is faster than the delegate by 3%, with quartiles that do not overlap.
 const Measurement* winner(const Entry& entry, const Limits& limits);
 
 // One class's measurements.

@@ -170,8 +170,8 @@ class Packing {
     int a, b;
   };
 
-  // Each edge of each tree in turn gives way to the best of those that could stand in for it: the
-  // one of least `cost()`, then of fewest hops. Whether any did.
+  // Replaces each edge of each tree in turn by the best of those that could stand in for it. The
+  // best has the least `cost()`, then the fewest hops. Returns whether any edge was replaced.
   template <typename Cost>
   bool exchange_edges(Cost cost) {
     bool any = false;

@@ -2,10 +2,10 @@
 // pairs, hybrid cubes. A message has a share for each rank; share r is summed up on its way along
 // tree r to the root, rank r, and the sum goes back down.
 //
-// That many trees together can keep every link busy is the idea of Blink (Wang et al., "Blink: Fast
-// and Generic Collectives for Distributed ML", MLSys 2020, which packs trees of one root and of
-// different weights). Here each tree has a root of its own and all weigh the same, so that stars,
-// which are best where all links are alike, are a special case.
+// Many trees together can keep every link busy, as in Blink (Wang et al., "Blink: Fast and Generic
+// Collectives for Distributed ML", MLSys 2020). Blink packs trees of one root and of different
+// weights. Here each tree has a root of its own and all weigh the same. So stars, which are best
+// where all links are alike, are a special case.
 #pragma once
 
 #include <array>

@@ -44,8 +44,8 @@ def build(
     """Compile the adapter for the installed torch, once per torch and Python version.
 
     With --torch or --all-torch pip gets a wheel of each of these releases, one at a time (half a
-    gigabyte each), of which only the headers are used; nothing is installed. It is the only command
-    that downloads anything.
+    gigabyte each). Only the headers of a wheel are used; nothing is installed. This is the only
+    command that downloads anything.
     """
     from deepytorch_core.base import torch_builds
     from deepytorch_core.base.errors import AdapterError

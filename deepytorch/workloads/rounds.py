@@ -1,6 +1,6 @@
 """Compares a framework's two arms over rounds of fresh processes, which train in turns in each.
 
-Processes that do the same differ by some percent for as long as they live: on two H100 stock DDP's
+Processes that do the same differ by some percent for as long as they live. On two H100 stock DDP's
 step differed by 9% between two runs. Rounds tell that from what deepytorch does.
 """
 

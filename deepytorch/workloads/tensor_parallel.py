@@ -1,7 +1,7 @@
 """torch's tensor parallelism: layers in pairs, the first split by columns, the second by rows.
 
-Each pair adds up over all ranks in the forward pass and, but for the first, in the backward pass,
-and what comes next waits for it. Ours needs nothing but `import deepytorch`.
+Each pair adds up over all ranks in the forward pass and, but for the first, in the backward pass.
+The computation that comes next waits for the sum. Ours needs nothing but `import deepytorch`.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def measure(job: TrainJob, process: int, store: Store, emit: worker.Emit) -> Non
 def _stay_on_cores(rank: int, world_size: int) -> None:
     """Keep to the rank's share of this machine's cores, the same in both arms.
 
-    Steps of small models are as long as their Python: on which cores a process happens to run, near
-    its GPU or not, would differ more than the arms do.
+    Steps of small models are as long as their Python. The cores on which a process happens to run,
+    near its GPU or not, would make a larger difference than the arms do.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // world_size

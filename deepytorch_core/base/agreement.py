@@ -109,7 +109,7 @@ def gather(
 class StoreQuestion:
     """A question to every rank that nobody waits for: `answers` looks whether all have answered.
 
-    It looks for the first time in the step after the one that asks: where ranks end a step
+    It looks for the first time in the step after the one that asks. So where ranks end a step
     together, all see the answers in the same one. That some go on without a rank that others have
     heard is possible: it has to be each one's own affair.
 

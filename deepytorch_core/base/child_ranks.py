@@ -44,8 +44,9 @@ class Companion:
     def watch(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Accompany the processes that this one starts from now on by `multiprocessing`.
 
-        Ranks are those of them that meet by "env://": others may be servers of their own, which
-        form groups beside a script that trains by itself. Not while `is_wanted` says no.
+        Those processes that meet by "env://" are ranks. Others may be servers of their own, which
+        form groups beside a script that trains by itself. A process that starts while `is_wanted`
+        says no is not accompanied.
         """
 
         def watched(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """The import of torch's compiler, which takes seconds: late, and without a trace.
 
 `torch.fx.wrap`, called where modules of it are imported, leaves a frame that holds itself. A frame
-holds those it was called by, so a model that is prepared meanwhile would live on until cycles of
-garbage are looked for, with all of its memory.
+holds the frames it was called by. So a model that is prepared meanwhile would live on, with all of
+its memory, until cycles of garbage are looked for.
 
 A forked child would wait for ever where its parent has compiled: Inductor keeps its pool of
 threads, none of which is in the child.

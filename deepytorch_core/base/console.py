@@ -47,8 +47,8 @@ def _write(stream: Any, line: str) -> None:
         stream.write(line)
         stream.flush()
         return
-    # Past the buffers, where a line that can't be written would stay: the interpreter tries again
-    # at its end, and lets the program fail with status 120.
+    # Past the buffers, because a line that can't be written would stay in them. The interpreter
+    # tries again at its end, and lets the program fail with status 120.
     stream.flush()
     data = line.encode(stream.encoding, stream.errors or "strict")
     while data:
@@ -87,8 +87,8 @@ def say_once(text: str, *, level: str = "info") -> None:
 def joined_as(rank: int) -> None:
     """Note this process's rank in the default group that is being made.
 
-    Nothing else tells it before that group is there, nor when it is gone again, where a process was
-    started by spawn or fork, or by a framework that gives its ranks no RANK.
+    A process may have been started by spawn or fork, or by a framework that gives its ranks no
+    RANK. Nothing else tells its rank then before that group is there, nor when it is gone again.
     """
     global _joined_as
     _joined_as = rank

@@ -15,8 +15,8 @@ def of_rank(usable: int) -> float:
 def _is_bound(usable: int) -> bool:
     """Whether this process has fewer cores than the one that has started it.
 
-    What starts the processes of srun is outside of the job, so there it is whether the job's are
-    enough for as many as this one has for each.
+    The process that starts those of srun is outside of the job. So there the question is whether
+    the job's cores are enough to give each rank here as many as this one has.
     """
     if (of_job := config.slurm_cpus_here()) > 0:
         return usable * config.local_world_size() <= of_job

@@ -44,7 +44,7 @@ _VARIABLES = {
 class Launched:
     """The facts that the launcher of a job told this process.
 
-    `node` is the node's number or name where the launcher gives one, `job` a name that all local
+    `node` is the node's number or name where the launcher gives one. `job` is a name that all local
     processes of the job share and others don't.
     """
 

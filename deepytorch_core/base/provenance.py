@@ -96,9 +96,9 @@ def provenance() -> Record:
 def machine_info() -> Record:
     """The machine without its host name.
 
-    `name` is the short form ("2-core AMD EPYC", "64-core AMD EPYC 9554, 8x NVIDIA H200"), which
-    also says where peer access is switched off, or links are masked, to emulate GPUs without; then
-    cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
+    `name` is the short form ("2-core AMD EPYC", "64-core AMD EPYC 9554, 8x NVIDIA H200"). It also
+    says where peer access is switched off, or links are masked, to emulate GPUs that have none.
+    Then come cpu, cores (those this process may use), memory_gib, gpus (names) and kernel.
     """
     # Not above: tables and charts are made of records where no native core is.
     from deepytorch_core import _core

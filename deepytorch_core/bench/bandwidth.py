@@ -1,7 +1,7 @@
 """Bandwidth as nccl-tests defines it, one line per collective. GB/s = 1e9 B/s.
 
-`bytes` is nccl-tests' size column: the buffer of one rank for all_reduce and broadcast, the full
-gathered buffer (every rank's share) for all_gather, reduce_scatter and all_to_all.
+`bytes` is nccl-tests' size column. For all_reduce and broadcast it is the buffer of one rank. For
+all_gather, reduce_scatter and all_to_all it is the full gathered buffer (every rank's share).
 
 algbw = bytes / time. busbw = algbw x factor, where the factor is the part of `bytes` that the
 busiest link must carry, so busbw can be compared with the link's speed at any number of ranks.

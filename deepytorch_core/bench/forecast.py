@@ -4,14 +4,14 @@ The time of one operation is taken to be
 
     rounds * latency + messages * alpha + (volume - burst) * beta
 
-`rounds` that wait for each other, `messages` that one rank sends one after the other, and `volume`
-bytes that the busiest node's link carries in one direction. This is Hockney's alpha-beta model with
-the counts of Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations
-in MPICH", 2005). As LogP does (Culler et al., 1993), it tells two costs apart. All messages of a
-round share the time on the wire, and every message costs the processor's overhead: a direct
-exchange is one round of N - 1 messages. The latency and the burst, which is what an idle emulated
-link lets through at once, are known; alpha and beta are fitted to the points of one run, by
-relative error, for each arm. Other numbers of nodes have other counts, and the same alpha and beta.
+The `rounds` wait for each other, and one rank sends the `messages` one after the other. The busiest
+node's link carries `volume` bytes in one direction. This is Hockney's alpha-beta model with the
+counts of Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication Operations in
+MPICH", 2005). As LogP does (Culler et al., 1993), it tells two costs apart. All messages of a round
+share the time on the wire, and every message costs the processor's overhead. A direct exchange is
+thus one round of N - 1 messages. The latency and the burst, which is what an idle emulated link
+lets through at once, are known; alpha and beta are fitted to the points of one run, by relative
+error, for each arm. Other numbers of nodes have other counts, and the same alpha and beta.
 
 | schedule | all_reduce: rounds | messages | volume of n bytes on N nodes of R ranks, P = N R |
 |---|---|---|---|
@@ -148,9 +148,9 @@ class Point:
 def fit(points: Sequence[Point], latency_us: float = 0.0, burst_bytes: int = 0) -> Model:
     """The model with the least sum of relative errors; neither alpha nor beta is negative.
 
-    Of errors and not of their squares: small messages on a busy machine now and then take many
-    times as long, and one of them must not bend the line. Such an optimum goes through two of the
-    points, or through one with alpha or beta 0, so those are all tried.
+    It sums the errors and not their squares. Small messages on a busy machine now and then take
+    many times as long, and one of them must not bend the line. Such an optimum goes through two of
+    the points, or through one with alpha or beta 0, so those are all tried.
 
     Raises ValueError without points that tell a size.
     """

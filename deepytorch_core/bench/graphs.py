@@ -3,8 +3,8 @@
 Each arm's call is captured several times into one graph, so that a replay is long beside what its
 own launch takes. What is timed are replays, in the blocks of `timing`.
 
-A graph refers to its buffers, and NCCL registers them at capture: they must live as long as the
-graph does, on every rank, since a peer's replay reads and writes them too.
+A graph refers to its buffers, and NCCL registers them at capture. The buffers must live as long as
+the graph does, on every rank, since a peer's replay reads and writes them too.
 """
 
 import contextlib

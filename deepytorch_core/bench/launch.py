@@ -41,10 +41,10 @@ class WorkerError(RuntimeError):
 def run(job: Run, *, limit_s: float = math.inf) -> Iterator[Record]:
     """Measures `job` on processes of this machine; yields each row's record as it is ready.
 
-    What rank 0 printed goes to standard error at the end, also where Ctrl-C or SIGTERM is it.
-    Raises BenchError when the job cannot run here, TimeLimitError, which is one, when it has not
-    ended within `limit_s` seconds, and WorkerError when a rank fails. No process is left when the
-    iteration ends, however it ends.
+    The output of rank 0 goes to standard error at the end, also where Ctrl-C or SIGTERM is it.
+    Raises BenchError when the job cannot run here, and WorkerError when a rank fails. Raises
+    TimeLimitError, which is a BenchError, when the job has not ended within `limit_s` seconds. No
+    process is left when the iteration ends, however it ends.
     """
     origin = provenance()
     if job.ours == "deepytorch":

@@ -1,9 +1,10 @@
 """A rank that measures NCCL's choices, in communicators of stock NCCL under the tuner plugin.
 
 NCCL asks the plugin when a communicator is made. So each candidate gets a communicator of its own,
-made while the plugin's table has that one choice for all sizes, and takes turns with one that was
-made under an empty table, where NCCL chooses. What NCCL does not offer stays its own choice: LL128,
-which NCCL_PROTO could force onto links that tear its 128 bytes apart, is measured where it is safe.
+made while the plugin's table has that one choice for all sizes. It takes turns with one that was
+made under an empty table, where NCCL chooses. NCCL keeps its own choice instead of a candidate that
+it does not offer. So LL128 is measured where it is safe, whereas NCCL_PROTO could force it onto
+links that tear its 128 bytes apart.
 
 `deepytorch bench nccl` starts the ranks on one machine, emulated nodes included. On real nodes each
 rank is started as any job's, and every node writes the table:

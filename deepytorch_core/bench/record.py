@@ -45,12 +45,13 @@ together with; older records don't have it. Nor have they `tuned`, which says wh
 the row, for each kind of group that was measured; it is empty where a rule decided. It has the
 algorithm, the percentage of the message that the stock backend has (`delegated`), and where that is
 from (`source`). It has the size that was measured and every candidate's `median_us`, too. `cpu_us`
-and `baseline_cpu_us` are the CPU's time to enqueue a call on a GPU, None where calls were not made
-from the CPU or not measured so. `baseline_algorithm` is "" unless the baseline has several ways, of
-which the fastest was taken. `emulated` is None for ranks on the machine as it is, else the nodes
-and the network that were emulated. It has each node's number of ranks, their order, each link's
-rate and each TCP flow's cap in Mbit/s, and the delay in ms. It also says whether the arms were
-processes of their own, and how many `gpus` there were where ranks of different nodes share them."""
+and `baseline_cpu_us` are the CPU's time to enqueue a call on a GPU. They are None where calls were
+not made from the CPU or not measured so. `baseline_algorithm` is "" unless the baseline has several
+ways, of which the fastest was taken. `emulated` is None for ranks on the machine as it is, else the
+nodes and the network that were emulated. It has each node's number of ranks, their order, each
+link's rate and each TCP flow's cap in Mbit/s, and the delay in ms. It also says whether the arms
+were processes of their own, and how many `gpus` there were where ranks of different nodes share
+them."""
 
 DDP_FIELDS = (
     "bench",
@@ -283,8 +284,9 @@ step. It gives seconds from the process's start to its first step, and from ther
 steady, and at which step (None: at none). The longest step after the first and memory are from it,
 too. `tokens` has each arm's real tokens per second, padding left out, and its share of the GPU's
 rate of bfloat16 products, both of `num_steps`; `peer` the same of another public way to train, by
-its name and arguments. Either is None where it was not measured. Losses are compared over `compared_steps`, and kept of `loss_steps`; `loss_check` says what is
-wrong with them. `script_commit` is what was checked out or, where that is not known, the row's with
+its name and arguments. Either is None where it was not measured. Losses are compared over
+`compared_steps`, and kept of `loss_steps`; `loss_check` says what is wrong with them.
+`script_commit` is what was checked out or, where that is not known, the row's with
 "-unverified"; arguments have {data} and {out} for places. `goal` is the speed-up to reach."""
 
 

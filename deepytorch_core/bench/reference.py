@@ -2,8 +2,8 @@
 
 Data is a hash of (rank, element), so every rank can work out any rank's input without talking to
 it: the reference shares neither code nor messages with what it checks. Floats are odd multiples of
-2^-21 to 2^-24 that use all 24 bits of a float32: their sums must be rounded to it, and are exact in
-float64.
+2^-21 to 2^-24 that use all 24 bits of a float32. So their sums must be rounded to it, and are exact
+in float64.
 """
 
 from collections.abc import Iterator

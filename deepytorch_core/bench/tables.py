@@ -98,12 +98,12 @@ def render(
     Args:
         files: the records by file name.
         kinds: of "collectives" (on CPUs or emulated), "gpu", "ddp", "train", "compile", "workload",
-            "parts" (workloads without the arm that has all of ours), "headline" (workloads in
-            short), "nccl", "scripts".
+            "nccl" and "scripts". Two more show workloads: "parts" without the arm that has all of
+            ours, and "headline" in short.
         folder: where links find the files.
 
-    Raises ValueError for a record of another kind than `bench` writes: a record that no table shows
-    would look like a result that was left out. And for a kind that does not exist.
+    Raises ValueError for a kind that does not exist, and for a record of another kind than `bench`
+    writes. A record that no table shows would look like a result that was left out.
     """
     _refuse_unknown(files, kinds)
     parts = [

@@ -1,10 +1,10 @@
 """The interleaved sampler: two arms, timed in blocks in the order A-B-B-A, in the same run.
 
-Interleaving lets slow drift of the machine (frequency, neighbours, page cache) hit both arms alike,
-and A-B-B-A also cancels a drift that is linear in time. A block is one untimed call, which absorbs
-the change of arm, then some timed calls back to back. Blocks are short and many: where a block
-starts in the scheduler's cycle can fix its pace to its end, on machines with few cores by a factor.
-What is compared are neighbouring blocks, so the spread says how far single comparisons lie apart.
+Interleaving lets slow drift of the machine (frequency, neighbours, page cache) hit both arms alike.
+The order A-B-B-A also cancels a drift that is linear in time. A block is one untimed call, which
+absorbs the change of arm, then some timed calls back to back. Blocks are short and many. A block's
+start in the scheduler's cycle can fix the block's pace to its end, on machines with few cores by a
+factor. Neighbouring blocks are compared, so the spread says how far single comparisons lie apart.
 """
 
 import statistics

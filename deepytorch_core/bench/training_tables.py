@@ -100,7 +100,18 @@ def _compile_row(record: Record) -> list[str]:
 def scripts(files: Files) -> str:
     titles = {"script": "---", "stock": "---:", "ours": "---:", "times": "---:"}
     titles |= {"again": "---:", "GPU busy": "---:", "steady after": "---:", "kept": "---:"}
-    return _table(_latest(files, ("script", "size", "ranks", "device")), titles, _script_row)
+    files = _latest(files, ("script", "size", "ranks", "device"))
+    table = _table(files, titles, _script_row)
+    counted = {
+        name: [record for record in records if record["tokens"] is not None]
+        for name, records in files.items()
+    }
+    if not any(counted.values()):
+        return table
+    titles = {"script": "---", "stock": "---:", "ours": "---:", "again": "---:"}
+    titles |= {"another way": "---", "of the rate of products": "---:", "GiB": "---:"}
+    head = "Real tokens per second of the same scripts, padding left out:"
+    return "\n\n".join([table, head, _table(counted, titles, _tokens_row)])
 
 
 def _script_row(record: Record) -> list[str]:
@@ -119,10 +130,29 @@ def _script_row(record: Record) -> list[str]:
     ]
 
 
+def _tokens_row(record: Record) -> list[str]:
+    tokens, peer = record["tokens"], record["peer"]
+    other = "not measured"
+    if peer is not None and peer["tokens"] is not None:
+        other = f"{peer['tokens']['per_s']:,.0f}: {peer['name']}"
+    shares = [tokens[arm]["matrix_share"] for arm in ("stock", "second")]
+    memory = [record[f"{arm}_peak_gib"] for arm in ("stock", "second")]
+    return [
+        record["script"],
+        *(claimed(record, f"{tokens[arm]['per_s']:,.0f}") for arm in ("stock", "ours", "second")),
+        other,
+        _joined(shares, "{:.0%}"),
+        _joined(memory, "{:.1f}"),
+    ]
+
+
 def _pair(record: Record, field: str, form: str) -> str:
     """Say how busy the GPU is in stock's and our second run, and when ours were steady."""
     arms = ("stock", "second") if field == "busy" else ("ours", "second")
-    values = [record[f"{arm}_{field}"] for arm in arms]
+    return _joined([record[f"{arm}_{field}"] for arm in arms], form)
+
+
+def _joined(values: Sequence[float | None], form: str) -> str:
     return ": ".join("?" if value is None else form.format(value) for value in values)
 
 

@@ -143,8 +143,8 @@ def serve(
 def leave(status: int) -> NoReturn:
     """End this process at once.
 
-    Models hold on to their groups, and a gloo group of torch's own that lives on to the
-    interpreter's end now and then takes the process down there.
+    Models hold on to their groups. A gloo group of torch's own that lives on to the interpreter's
+    end now and then takes the process down there.
     """
     sys.stdout.flush()
     sys.stderr.flush()

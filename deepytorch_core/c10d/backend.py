@@ -59,8 +59,8 @@ class _Plugins(dict[str, Any]):
 def _devices() -> list[str]:
     """Device types of a plain "deepytorch" group.
 
-    Without "cuda" in a torch built without it: torch takes a device other than "cpu" in this list
-    for one that it may ask about its state (ShardedTensor does), which then fails.
+    They lack "cuda" in a torch built without it. Torch takes a listed device other than "cpu" for
+    one that it may ask about its state (ShardedTensor does), which then fails.
     """
     import torch
 

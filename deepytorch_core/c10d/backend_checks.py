@@ -137,8 +137,8 @@ def _split_group(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 def _batch_isend_irecv(c10d: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Start each message of host memory by itself, with a work of its own, as with gloo.
 
-    torch opens one batch per group for a backend that coalesces: two threads' batches get mixed up,
-    and one that fails stays open, so that the group's next collectives are only noted down.
+    torch opens one batch per group for a backend that coalesces. So two threads' batches get mixed
+    up. A batch that fails stays open, so that the group's next collectives are only noted down.
     """
 
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:

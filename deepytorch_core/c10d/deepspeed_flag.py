@@ -3,8 +3,8 @@
 A section "deepytorch" in DeepSpeed's configuration has to work in a script that imports nothing of
 ours. So `deepspeed.initialize` is wrapped as soon as deepspeed has been imported. Without the
 section the wrapper passes the call on as it came, and leaves word for ranks that have it
-(`deepytorch_core.c10d.non_participant`). With it, it finds the adapter by its entry point,
-which is the first time that more of deepytorch is loaded, and hands the call over.
+(`deepytorch_core.c10d.non_participant`). With the section it finds the adapter by its entry point,
+and hands the call over. That is the first time that more of deepytorch is loaded.
 
 NOTE [while it is being imported] `import deepspeed` imports torch, and that may be where we are
 called from: the module exists, but its functions are defined later, with no import after them that
@@ -215,8 +215,8 @@ def is_left_to_adapter() -> bool:
 def _left_to_adapter() -> Iterator[None]:
     """While open, `import deepytorch` does not activate.
 
-    For importing an adapter that nobody but a framework's configuration asked for: what happens
-    next, with which options, is that adapter's to decide together with the other ranks.
+    For importing an adapter that nobody but a framework's configuration asked for. That adapter
+    decides together with the other ranks what happens next, and with which options.
     """
     token = _is_left.set(True)
     try:

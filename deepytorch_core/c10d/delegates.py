@@ -113,8 +113,9 @@ class StockFactory:
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
-        # One of the program's own would go with the program's last reference to it: torch keeps
-        # what is C++'s of it, and that calls functions which are then no longer there.
+        # A store of the program's own would go with the program's last reference to it. Only its
+        # C++ part would stay, which torch keeps. That part calls functions which are then no longer
+        # there.
         self._kept_store = stores.root(spec.store)
         self.made: dict[str, Any] = {}
         _factories.add(self)

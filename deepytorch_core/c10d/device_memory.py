@@ -2,16 +2,16 @@
 
 The memory comes in chunks that every rank of the node maps, some time after they are made and
 without anybody waiting for it. PyTorch's own caching allocator hands it out, as a
-`torch.cuda.MemPool` over two functions of the core, so streams, `record_stream` and caching are as
+`torch.cuda.MemPool` over two functions of the core. So streams, `record_stream` and caching are as
 with any other tensor. A collective finds by itself whether a tensor is registered, and ranks may
-mix both kinds as they like. With `error_handling=raise` it goes the way of ordinary memory: a rank
-that goes on after a failure may free it while another's kernel is still writing.
+mix both kinds as they like. With `error_handling=raise` collectives treat it as ordinary memory.
+Otherwise a rank that goes on after a failure might free it while another's kernel is still writing.
 
 NOTE [Pools] torch refuses to route allocations into a pool twice at the same time, in whatever
-threads. So what we allocate for others comes from pools of our own, one thread at a time, and the
-pool that a program asks for is the program's alone. Nor may a pool's last reference go while
-allocations are routed or a graph is captured: torch would end the process. So they go in `trim`
-and where DDP has its buckets, not when Python happens to collect them.
+threads. So what we allocate for others comes from pools of our own, one thread at a time. The pool
+that a program asks for is the program's alone. Nor may a pool's last reference go while allocations
+are routed or a graph is captured: torch would end the process. So they go in `trim` and where DDP
+has its buckets, not when Python happens to collect them.
 
 Collectives gain by it (docs/results/collectives-2-h100.jsonl). Nobody has timed whole trainings on
 it yet, so it is for who asks: by these functions, or with `collectives=native` (FSDP2's buffers,
@@ -195,8 +195,8 @@ class GroupMemory:
 def for_groups(options: config.Options) -> GroupMemory | None:
     """The memory that groups give away; None: they leave that to NCCL.
 
-    For a job of one node that asks for native collectives: elsewhere NCCL carries out what it would
-    be used for, and NCCL's own memory is better for that.
+    It is for a job of one node that asks for native collectives. Elsewhere NCCL carries out the
+    operations that would use it, and NCCL's own memory is better for them.
     """
     if not options.enabled or options.collectives != "native" or config.spans_nodes():
         return None

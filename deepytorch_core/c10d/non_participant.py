@@ -3,8 +3,8 @@
 A framework's configuration says on each rank whether an adapter has work there. Where it says so on
 some ranks only, those would wait for the others in the adapter, and the others for them in the
 framework. So a rank without it leaves word where the adapter's ranks exchange theirs
-(`integrations/common/contract.py:join`), and looks whether any of them is there: then all ranks
-have the same error.
+(`integrations/common/contract.py:join`), and looks whether any of them is there. If one is, all
+ranks have the same error.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 NOTE [the seams] `init_process_group` and `new_group` themselves stay as they are. Everyone may
 hold them by `from torch.distributed import init_process_group`, taken before we were imported.
-Both look up one inner function each in their module when they are called, with the caller's
-arguments not yet interpreted or only just so, and the same in torch 2.11 to 2.15:
+Each looks up one inner function in its module when it is called. The caller's arguments are not yet
+interpreted then, or only just so. The inner functions are the same in torch 2.11 to 2.15:
 
 * `init_process_group` -> `_new_process_group_helper(..., backend, store, ..., group_desc=
   "default_pg")`. Some projects copy torch's code to make a group with processes outside of the job
@@ -287,8 +287,8 @@ def stood_for(told: dict[str, str], pairs: dict[str, str]) -> set[str]:
 def _name_as_asked(c10d: Any, group: Any, asked: Any, told: dict[str, str]) -> None:
     """Let torch tell the name and the devices of the stock backends that ours stands for.
 
-    `ProcessGroup.name()` is the type of the default backend, so ours is registered under the type
-    of each stock backend that it replaces, as long as no real one has it.
+    `ProcessGroup.name()` is the type of the default backend. So ours is registered under the type
+    of each stock backend that it replaces, as long as no real one has that type.
     """
     import torch
 

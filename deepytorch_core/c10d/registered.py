@@ -57,8 +57,9 @@ def empty(
             process make use of the memory just as well. On GPUs no group is needed.
         device: cpu, the default, or a CUDA device.
 
-    Raises ValueError for a negative size, RuntimeError when `group` has no registered memory (it
-    is not deepytorch's for CPU tensors), the machine has no more, or there is none on GPUs.
+    Raises ValueError for a negative size. Raises RuntimeError when `group` has no registered
+    memory, because it is not deepytorch's for CPU tensors. It does so too when the machine has no
+    more, or there is none on GPUs.
     """
     import torch
 

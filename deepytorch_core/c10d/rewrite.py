@@ -9,12 +9,13 @@ for as `gloo`, else left alone |
 | `cpu:gloo,cuda:nccl` | each pair by itself | each pair by itself |
 | anything else, `deepytorch` too | left alone | left alone |
 
-Launchers choose a default group of `gloo` on machines without GPUs, so it carries the
-training. A sub-group of `gloo` beside another default group is made for what only gloo does or for
-threads of its own (asynchronous checkpoints, monitored barriers): small messages, nothing to win.
+Launchers choose a default group of `gloo` on machines without GPUs, so it carries the training. A
+sub-group of `gloo` beside another default group is made for what only gloo does or for threads of
+its own (asynchronous checkpoints, monitored barriers). Its messages are small, so there is nothing
+to win.
 
 A pair of another backend's own kind beside ours would share torch's one slot for custom backends
-within a group, so such a combination is left alone.
+within a group. So such a combination is left alone.
 """
 
 from __future__ import annotations

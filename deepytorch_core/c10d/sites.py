@@ -1,9 +1,9 @@
 """Every known place that asks for "nccl", "gloo" or their classes, and what ours means there.
 
 docs/backend-sites.md is made from this table, and a test compares the two. `get_backend()` and
-whatever else tells a group's name say what was asked for, so who asks for the name takes the same
-branch as without deepytorch. The class of the backend is ours. Where that did harm, or the name
-"deepytorch" that somebody asked for would, deepytorch_core/c10d/backend_checks.py replaces the
+whatever else tells a group's name say what was asked for. So code that asks for the name takes the
+same branch as without deepytorch. The class of the backend is ours. Where that did harm, or the
+name "deepytorch" that somebody asked for would, deepytorch_core/c10d/backend_checks.py replaces the
 function (undone by `deactivate`); elsewhere the table says what happens and why that is right.
 """
 

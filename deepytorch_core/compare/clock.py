@@ -1,6 +1,6 @@
 """Times every optimizer step of a run on the device's own clock, and profiles the last few.
 
-Nothing waits for the device until the profile begins: on a GPU the end of a step is an event in its
+Nothing waits for the device until the profile begins. On a GPU the end of a step is an event in its
 stream, which is read when the run is over.
 """
 

@@ -1,8 +1,8 @@
 """A run of stock that is moved a little: how far that takes its losses is a yardstick for others.
 
-Its weights are moved by rounding, once, after the first step, and its random generators begin
-anew where an accelerated run draws other numbers, as without padding or compiled it does for
-dropout. Whoever trains rightly lies no further from stock than that.
+Its weights are moved by rounding, once, after the first step. Its random generators begin anew
+where an accelerated run draws other numbers. Such a run does so for dropout if it is without
+padding or compiled. Whoever trains rightly lies no further from stock than that.
 """
 
 from __future__ import annotations

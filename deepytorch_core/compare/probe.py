@@ -45,8 +45,8 @@ OWN_RANKS = "own_ranks"
 
 # How long ranks wait for each other at the end, and then for the interpreter to come down.
 _FAREWELL_S = 10.0
-# Steps that ranks are apart at most when one of them says which is the last: each step has a
-# collective, so it is one or two.
+# Steps that ranks are apart at most when one of them says which is the last. Each step has a
+# collective, so they are one or two apart.
 _MOST_APART = 4
 _EXIT_S = 30.0
 # A script that catches SystemExit goes on; it is told again at its next steps.

@@ -147,10 +147,10 @@ class ArmVerdict:
     """An arm against stock.
 
     `speedup` is the ratio of the medians of the runs (stock / arm), `spread` the least and the
-    greatest ratio of any two runs, `noise` the relative difference that the runs of one arm have
-    among themselves, of both arms. `word` is "faster" or "slower" only for a difference above all
-    of these, and "faster" only where deepytorch had a part in it. Where `losses` say that it is
-    another training, so does `word`, whatever the times.
+    greatest ratio of any two runs. `noise` is the relative difference that the runs of one arm have
+    among themselves, added up over both arms. `word` is "faster" or "slower" only for a difference
+    above all of these, and "faster" only where deepytorch had a part in it. Where `losses` say that
+    it is another training, so does `word`, whatever the times.
     `setup_cost_s` is None where an arm has no run but the very first of all.
     """
 

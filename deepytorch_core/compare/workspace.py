@@ -2,9 +2,9 @@
 
 A script that runs in it reads what it always reads. What it creates, deletes and renames stays in
 the view. Before it writes to a file that is a link, `before_write` puts a copy in the link's place.
-Small files are copies from the start: a script's own path leads to the view then, and code that
-`before_write` knows nothing of, such as SQLite's or a child process's, writes there, too.
-The folders above are there too, with links to all that they hold, so that `..` leads where it did.
+Small files are copies from the start. So a script's own path leads to the view. Code that
+`before_write` knows nothing of, such as SQLite's or a child process's, writes there, too. The
+folders above are there too, with links to all that they hold, so that `..` leads where it did.
 """
 
 from __future__ import annotations

@@ -61,9 +61,8 @@ def compile(
             uses that one.
         budget_s: seconds that compiling a region may take; default: option `compile_budget_s`.
         steps: how many training steps will follow, if known: a short run is not compiled.
-        is_patient: for "auto" and runs of unknown length: whether nothing is tried before the run
-            has lasted so long that trying costs under 3 % of it; default: the option
-            `patience`.
+        is_patient: for "auto" and runs of unknown length. If true, nothing is tried before the run
+            has lasted so long that trying costs under 3 % of it. Default: the option `patience`.
 
     Returns `model`. Raises TypeError for what is no module and ValueError for a policy that is not
     known.

@@ -2,9 +2,9 @@
 
 A compiler takes seconds for a block and minutes for a model that repeats none, in one thread of
 Python. So each graph that was captured goes to a helper process (`helper`), several at a time where
-there are many, which compiles it and leaves the result in torch's caches on disk. Once a part's are
-done they are captured again, and found there. What a helper could not do is left eager where no
-step may be held up, else it is compiled in this process.
+there are many. The helper compiles the graph and leaves the result in torch's caches on disk. Once
+a part's graphs are done they are captured again, and found there. What a helper could not do is
+left eager where no step may be held up, else it is compiled in this process.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Stands in for the module's `forward`, inside of its own hooks. Calls are told apart by everything
 that Python code may go by: shapes and other arguments, autocast, every module's attributes, where
-parameters lie. A kind of call that was met before is replayed, a new one is captured, and whatever
+parameters lie. A kind of call that was met before is replayed, and a new one is captured. Whatever
 can't be replayed runs as it is: evaluation, calls within other calls' graphs, hooks inside.
 """
 

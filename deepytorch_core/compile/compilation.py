@@ -44,7 +44,8 @@ class Compilation(CompilationState):
         budget_s: seconds of compiling for each region.
         steps: how many training steps the run has, if known.
         is_patient: whether, in a run of unknown length, nothing is tried before the run has lasted
-            long enough for what that takes of it, and no step waits for a compiler.
+            long enough for what that takes of it. Nor does a step of such a run wait for a
+            compiler.
         group: the ProcessGroup whose ranks train the model together; None: the default one's.
     """
 

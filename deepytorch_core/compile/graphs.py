@@ -31,8 +31,8 @@ from deepytorch_core.compile.graph_facts import GraphFacts
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 
 _TAG = "-repeatable-backward"
-# float16 ends at 65504. A way that adds up in another order, or goes through larger numbers on its
-# way to the same gradients, gets this much room below that before it counts as wrong.
+# float16 ends at 65504. A way may add up in another order, or go through larger numbers before it
+# comes to the same gradients. It gets this much room below 65504 before it counts as wrong.
 _LARGEST_IN_FLOAT16 = 65504 / 16
 # Gradients are made smaller by this if even those of the graph's own form are no numbers.
 _STEP_DOWN, _LEAST_SCALE = 2.0**-8, 2.0**-24

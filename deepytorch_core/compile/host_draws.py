@@ -1,11 +1,11 @@
 """Random numbers that a pass draws on the host and makes nothing of: drawn beside a replay as well.
 
 LayerDrop, as fairseq has it and many of transformers' models after it, asks before each layer
-whether `torch.rand([]) < self.layerdrop`, in most versions where `layerdrop` is 0 too and never is
-anything left out. A replay runs no Python: it goes the same way whatever the numbers are, but would
-leave the generator where it was, and who draws from it afterwards, a sampler for one, would get
-others. So the same number of them is drawn for a replay. A module whose `layerdrop` changes is in
-another state (`module_state`), and what then is drawn is looked at anew.
+whether `torch.rand([]) < self.layerdrop`. Most versions do so where `layerdrop` is 0, too, and
+nothing is ever left out. A replay runs no Python, so it goes the same way whatever the numbers are.
+But it would leave the generator where it was, and a later user of the generator, such as a sampler,
+would get other numbers. So the same number of them is drawn for a replay. A module whose
+`layerdrop` changes is in another state (`module_state`), and what then is drawn is looked at anew.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def hooked(
 ) -> str | None:
     """The name of a module inside with hooks, which a replay or shared code would not run.
 
-    Recorders of a framework (`recorders`) count only where they collect one of `collected`, and
-    what a graph is recorded with not where the module is to be replayed.
+    Recorders of a framework (`recorders`) count only where they collect one of `collected`. Hooks
+    that a graph is recorded with don't count where the module is to be replayed.
     """
     named: Iterable[tuple[str, nn.Module]] = root.named_modules()
     for name, module in named:

@@ -1,12 +1,12 @@
 """The way between compiled code and autograd for calls that `Border` can't serve.
 
 Activation checkpointing, for one, has hooks for saved tensors. Under these autograd has to save
-whatever lies between a call and its backward pass, and each tensor as often when a call is made
-again. A backward pass within another one would compute everything anew. Tensors of other classes,
-such as DTensors, may not be cut off and put together again as `Border` does. So here compiled code
-stays part of the caller's graph, between two nodes. Where another backward pass comes than the
-compiled one, the node behind computes it from the graph as it was captured, and the one before
-drops what compiled code gives.
+whatever lies between a call and its backward pass. When a call is made again, autograd has to save
+each tensor as often as before. A backward pass within another one would compute everything anew.
+Tensors of other classes, such as DTensors, may not be cut off and put together again as `Border`
+does. So here compiled code stays part of the caller's graph, between two nodes. If another backward
+pass comes than the compiled one, the node behind computes it from the graph as it was captured. The
+node before drops what compiled code gives.
 """
 
 from __future__ import annotations

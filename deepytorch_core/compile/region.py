@@ -1,6 +1,6 @@
 """A compiled region at work: what stands for `forward`, and the compile that equal blocks share.
 
-It lies in each module's `seam`, so a module's hooks, class, `forward`, parameters' names and
+It lies in each module's `seam`. So a module's hooks, class, `forward`, parameters' names and
 everything outside stay as they are, and hooks run outside of what is compiled. Calls without
 gradients (evaluation, `generate`) take the stock way.
 """
@@ -58,7 +58,7 @@ MOST_SIZES = 16
 # A further policy may take as long as the compiles that sharing has saved, and this much longer
 # than the first.
 SLOWER_POLICY = 3.0
-# After this share of the budget no further graph of the same call is compiled: backward graphs,
+# After this share of the budget no further graph of the same call is compiled. Backward graphs,
 # which are made later, take about as long as forward ones.
 FORWARD_SHARE = 0.5
 
@@ -172,8 +172,9 @@ class CompiledRegion:
     def is_fixed(self) -> bool:
         """Whether each size and each stride that is met has a graph of its own.
 
-        Helpers are given such graphs only. torch would take strides that differ between two equal
-        modules, one behind an attention in other memory format, for some that change ever again.
+        Helpers are given such graphs only. Strides may differ between two equal modules, one behind
+        an attention in other memory format. By itself torch would take these strides for some that
+        change ever again.
         """
         is_loading = self._at_once and (
             self.told.num_compiles < self._num_to_load[0] or self._num_calls < self._num_to_load[1]

@@ -1,8 +1,8 @@
 """Parts of a model that are compiled together: its repeated blocks, or all of it.
 
-A compile takes as long for one block as for eighty equal ones, so blocks are worth more than the
-whole as soon as most of a model is repeated. Below the hooks: a region never contains a module
-that has hooks or is one of FSDP's or DeepSpeed's, but may be one.
+A compile takes as long for one block as for eighty equal ones. So blocks are worth more than the
+whole as soon as most of a model is repeated. Below the hooks: a region never contains a module that
+has hooks or is one of FSDP's or DeepSpeed's, but may be one.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def parts(root: nn.Module) -> list[Region]:
     """The regions of a model that `find` takes as a whole, if it is to be compiled part by part.
 
     Small parts, since the largest is waited for longest; what is too small to be worth a compile of
-    its own is left out. Equal ones share a compile only where they stand side by side: in other
-    places of such a model what they are given has other sizes.
+    its own is left out. Equal ones share a compile only where they stand side by side. In other
+    places of such a model they are given inputs of other sizes.
     """
     whole = num_modules(root)
     most, least = whole // SMALLEST_SHARES[0], whole // SMALLEST_SHARES[1]

@@ -109,8 +109,8 @@ class Replay:
         used: outputs that have had gradients, see `note_used`; empty: it is the loss that gets one.
         formats: of numbers that it computes in. The least exact one says how alike two passes are.
 
-    Raises NotCapturedError where the call waits for the GPU, goes by random numbers of the host,
-    writes to its inputs, or computes something else when replayed.
+    Raises NotCapturedError where the call waits for the GPU or goes by random numbers of the host.
+    Raises it also where the call writes to its inputs, or computes something else when replayed.
     """
 
     def __init__(

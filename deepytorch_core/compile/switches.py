@@ -1,7 +1,8 @@
 """Switches of torch that decide what code is made or which kernels run, besides configurations.
 
-Another process that compiles for this one has to have them as they are here: of some torch's caches
-know nothing (which kernels attention may use), for the rest they would only be missed.
+Another process that compiles for this one has to have them as they are here. Torch's caches know
+nothing of some of them, such as which kernels attention may use. Other values of the rest would
+only make the caches miss.
 """
 
 from __future__ import annotations

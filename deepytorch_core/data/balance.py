@@ -66,8 +66,8 @@ class TokenBalancedBatchSampler(BatchSampler):
     yields follows from what it is given:
 
     * a DistributedSampler, or `rank`: those of that rank, for a loader that is used as it is;
-    * else those of all ranks in turn, for a loader that goes through Accelerate's `prepare` (which
-      deals out whole batches): each rank gets exactly the ones meant for it.
+    * else those of all ranks in turn, for a loader that goes through Accelerate's `prepare`.
+      Accelerate deals out whole batches, and each rank gets exactly the ones meant for it.
 
     It balances only where the loss is divided by the tokens of all ranks and micro-batches, as
     `normalization="global_tokens"` states. Otherwise it yields the stock batches and says why:

@@ -1,9 +1,10 @@
 """Keeps outputs of frozen encoders, computed once: latents of images, embeddings of texts.
 
-A frozen encoder gives the same for the same sample in every epoch. A cache keeps it by sample (and
-crop), in memory and, with a folder, on disk for the next run and the other ranks of the node. For a
-VAE the mean and the standard deviation of its posterior are kept and a latent is drawn from them in
-every step, as stock scripts do: keeping one drawn latent would train on less variety.
+A frozen encoder gives the same for the same sample in every epoch. A cache keeps that output by
+sample (and crop), in memory. With a folder the output is also on disk, for the next run and the
+other ranks of the node. For a VAE the mean and the standard deviation of its posterior are kept. A
+latent is drawn from them in every step, as stock scripts do: keeping one drawn latent would train
+on less variety.
 """
 
 from __future__ import annotations

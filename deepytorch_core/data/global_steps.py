@@ -36,9 +36,9 @@ class Dealing:
     Args:
         single: samples are dealt out one by one, else batches.
         drop_last: samples that don't fill a batch on every rank are left out.
-        even_batches: where batches are dealt out and none is left out, the first samples of the
-            epoch come again until every rank's last batch is full, as with Accelerate; else only
-            where a rank would have nothing otherwise.
+        even_batches: the first samples of the epoch come again until every rank's last batch is
+            full, as with Accelerate. It counts where batches are dealt out and none is left out.
+            Without it samples come again only where a rank would have nothing otherwise.
     """
 
     num_ranks: int

@@ -1,7 +1,7 @@
 """How a padded batch becomes one row without padding, and how results find their way back.
 
 A `Packing` holds where the tokens of a padded batch lie. It is made on the CPU, in the data loader
-as a rule, so that a step on an accelerator knows the lengths without waiting for the device.
+as a rule. So a step on an accelerator knows the lengths without waiting for the device.
 """
 
 from __future__ import annotations

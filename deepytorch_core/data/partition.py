@@ -1,7 +1,7 @@
 """Samples into groups of even cost: pure functions, the same answer on every rank.
 
-The longest sample first to the lightest group so far (LPT, Graham 1969), then moves and swaps
-between the heaviest and the lightest group while they help.
+Samples go to the lightest group so far, the longest first (LPT, Graham 1969). Moves and swaps
+between the heaviest and the lightest group follow while they help.
 """
 
 from __future__ import annotations

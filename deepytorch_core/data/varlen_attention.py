@@ -1,9 +1,9 @@
 """Attention within the sequences of one packed row; no token sees another sequence.
 
-On CUDA: `torch.nn.attention.varlen` for float16 and bfloat16, the flash kernel beneath it where
-that has no argument for dropout or shared key heads, aten's memory-efficient kernel for float32.
-On the CPU, and any other device, torch's attention runs on one sequence after the other, which
-costs no more than the longest rows do in a padded batch.
+On CUDA `torch.nn.attention.varlen` serves float16 and bfloat16. The flash kernel beneath it is
+called where that function has no argument for dropout or shared key heads. For float32 there is
+aten's memory-efficient kernel. On the CPU, and any other device, torch's attention runs on one
+sequence after the other. That costs no more than the longest rows do in a padded batch.
 """
 
 from __future__ import annotations

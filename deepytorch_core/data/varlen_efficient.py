@@ -1,7 +1,7 @@
 """torch's memory-efficient attention over sequences of different lengths, for compiled code.
 
 torch (2.11 to 2.13 at least) describes this kernel's backward pass to its compilers without the
-argument `out`, so tracing aten's operation ends with a TypeError. Here both passes are operations
+argument `out`. So tracing aten's operation ends with a TypeError. Here both passes are operations
 of our own, opaque to compilers, which call aten's when they run. Eager code calls that directly:
 `attend`.
 """

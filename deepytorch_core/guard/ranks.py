@@ -1,8 +1,8 @@
 """All ranks come to one answer: what each has found goes round over the rendezvous store.
 
-NOTE [Nobody waits] What is decided in a training's own steps is asked by `Ranks.ask`, and the steps
-go on as they were until the answers are there. So a rank that trains no such model, or no more,
-keeps the others from a gain and from nothing else.
+NOTE [Nobody waits] `Ranks.ask` is for what is decided in a training's own steps. The steps go on as
+they were until the answers are there. So a rank that trains no such model, or no more, keeps the
+others from a gain and from nothing else.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ class Recorder:
         except Exception:
             if torch.cuda.current_stream(self.device) != outer:
                 # Something that CUDA forbids in a capture, such as waiting in a library of the
-                # program's, has ended it. torch's context manager has failed too, in the middle.
+                # program's, has ended it. The context manager of torch has failed too, in the
+                # middle.
                 torch.cuda.set_stream(outer)
                 torch.cuda.set_device(device)
                 self.is_spoiled = True
@@ -241,8 +242,9 @@ def _maker(tensor: Tensor) -> Callable[[], tuple[Tensor, torch.UntypedStorage]]:
 def _as_rehearsed() -> Iterator[None]:
     """While open, modules that ask are told that nothing is captured.
 
-    They ask so as not to wait for the GPU, as transformers' masks do, and go another way then, for
-    which compiled code would be compiled anew within the capture. The rehearsal has not waited.
+    They ask so as not to wait for the GPU, as transformers' masks do, and then go another way.
+    Compiled code would be compiled anew for that way, within the capture. The rehearsal has not
+    waited.
     """
     stock = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: False

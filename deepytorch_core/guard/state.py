@@ -19,9 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def preserved(module: nn.Module, *, scaler: Any = None) -> Iterator[None]:
     """While open, anything may run on `module`; then it is as before.
 
-    Kept are the parameters' gradients (none inside), buffers, modes (training or not), the random
-    numbers of Python, numpy, the CPU and every accelerator, and the state of a GradScaler. Not kept
-    are the parameters' values and the modules' other attributes: a trial has no optimizer step.
+    Kept are the parameters' gradients (none inside), buffers, modes (training or not) and the state
+    of a GradScaler. So are the random numbers of Python, numpy, the CPU and every accelerator. Not
+    kept are the parameters' values and the modules' other attributes: a trial has no optimizer
+    step.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     modes = [(submodule, submodule.training) for submodule in module.modules()]

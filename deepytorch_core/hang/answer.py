@@ -1,9 +1,9 @@
 """A process's side of being asked for its Python stacks (stacks.py asks).
 
-With its default group each process starts a thread that waits in a pipe for the question, and
-registers Python's faulthandler for a real-time signal that nothing else uses. Both write into a
-memfd, where whoever asked reads the answer. The thread sees frames that stand still, because it
-holds the GIL; the signal is for the case that it can't get it.
+With its default group each process starts a thread that waits in a pipe for the question. The
+process also registers Python's faulthandler for a real-time signal that nothing else uses. Both
+write into a memfd, where whoever asked reads the answer. The thread sees frames that stand still,
+because it holds the GIL; the signal is for the case that it can't get it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ranks on other nodes, asked for from outside through a rank of this node.
 
-Only the job's own processes reach its store. Each that listens there (live.py) waits in a pipe too,
-for who asks on its node, and writes into a memfd what the other nodes answered. Both are opened
-through /proc, which lets in the same user alone. A process that can't get to it, because something
-holds its GIL, is passed over: any rank of the node will do.
+Only the job's own processes reach its store. Each process that listens there (live.py) also waits
+at a pipe for questions from its own node. It writes into a memfd what the other nodes answered.
+Both are opened through /proc, which lets in the same user alone. A process that can't get to it,
+because something holds its GIL, is passed over: any rank of the node will do.
 """
 
 from __future__ import annotations

@@ -50,13 +50,13 @@ _JUDGE_LIMIT_S = 2.0  # between claiming to be the judge and saying so
 _AGREE_LIMIT_S = 20.0  # of all that, however slow the store is
 # A program that lives with timeouts is not to be slowed down by each.
 _MOST_VERDICTS = 4
-# Asked so often whether a rank wants to know, and not waited for: a store's wait that finds nothing
-# prints two lines when its time is up.
+# The store is asked so often whether a rank wants to know. Nothing waits for that, since a store's
+# wait that finds nothing prints two lines when its time is up.
 _LISTEN_S = 1.0
 _END_LIMIT_S, _REACH_LIMIT_S = 3.0, 2.0
 _CONNECT_LIMIT_S = 0.5  # of one attempt, which torch may make twice as long
-# A store that can't be reached any more is given up after so long: torch would wait for the system
-# to do so, a quarter of an hour.
+# A store that can't be reached any more is given up after so long. Otherwise torch would wait for
+# the system to do so, a quarter of an hour.
 _LOST_LIMIT_S = 10.0
 _MOST_STACKS = 1 << 14  # letters of a rank's stacks that travel
 _STACKS_LIMIT_S = 2.0  # so long they are waited for, where others wait for the answer
@@ -383,8 +383,8 @@ def _unreachable(store: Any) -> str:
 def _clone(home: _Home) -> Any:
     """The job's store over a connection of its own, one that ends where the network is gone.
 
-    Not by `Store.clone`: where the server dies meanwhile that goes on trying for as long as the
-    store's timeout says, minutes, and a program that ends has a thread in there.
+    Not by `Store.clone`: if the server dies meanwhile that goes on trying for as long as the
+    store's timeout says, minutes. A program that ends then has a thread in there.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 

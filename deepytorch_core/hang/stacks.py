@@ -1,10 +1,10 @@
 """Asks a process for its Python stacks, of which another thread of it may hold the GIL.
 
-Two ways lead to an answer (answer.py is the other side). The first is a thread that waits for
-the question: it answers safely, but needs the GIL for it. Only when that thread sleeps on for a
-while, something else holds the GIL and runs no Python meanwhile: then a signal makes Python's
-faulthandler write without it. That one walks frames as they are, and where they are changing just
-then it crashes the process; so it is never the first.
+Two ways lead to an answer (answer.py is the other side). The first is a thread that waits for the
+question: it answers safely, but needs the GIL for it. If that thread sleeps on for a while,
+something else holds the GIL and runs no Python meanwhile. Only then a signal makes Python's
+faulthandler write without the GIL. The faulthandler walks frames as they are, and where they are
+changing just then it crashes the process; so it is never the first.
 """
 
 from __future__ import annotations

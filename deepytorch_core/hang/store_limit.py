@@ -29,8 +29,9 @@ def limit(store: Any, seconds: float) -> None:
     """Has the connection to `store`'s server end `seconds` after the network to it has gone.
 
     A TCPStore's questions have no time limit of their own. Without this a rank that is cut off
-    while it waits for the others hangs for as long as Linux sends again: a quarter of an hour. If
-    its question had arrived, it hangs for ever. Nothing happens where the store is no TCPStore.
+    while it waits for the others hangs for as long as Linux sends again. That is a quarter of an
+    hour. If the rank's question had arrived, the rank hangs for ever. Nothing happens where the
+    store is no TCPStore.
     """
     server = server_below(store)
     if server is None:

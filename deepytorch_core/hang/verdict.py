@@ -1,10 +1,10 @@
 """From what is known of each rank to the one sentence: who keeps the others waiting.
 
-A pure function. It builds who waits for whom: a rank that is inside an operation waits for the
-group's members that have not begun it, a receive for its sender. Followed from the longest wait,
-that ends in one of three ways. A rank waits for nobody, or can't go on at all. Ranks wait for each
-other. Or all ranks of an operation are in it: then they differ in what they asked for, or the
-program is not what is stuck.
+A pure function. It builds who waits for whom. A rank that is inside an operation waits for the
+group's members that have not begun it, and a receive waits for its sender. Followed from the
+longest wait, that ends in one of three ways. A rank waits for nobody, or can't go on at all. Ranks
+wait for each other. Or all ranks of an operation are in it: then they differ in what they asked
+for, or the program is not what is stuck.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def judge(
         ranks: evidence of as many ranks as there is; a rank that should be there and is not may
             be left out.
         failed: group and number of an operation that has just timed out, and whether it is a
-            message: ranks whose call of it has failed count as waiting in it, and so do ranks
-            of which another operation has just failed in that.
-        gave_up: group on whose GPUs a kernel has just given up: its newest operation counts as
-            waited in, also where all ranks have begun as many.
+            message. Ranks whose call of it has failed count as waiting in it. Ranks of which
+            another operation has just failed count as waiting in that one.
+        gave_up: group on whose GPUs a kernel has just given up. The group's newest operation counts
+            as waited in, also where all ranks have begun as many.
         least_s: waits that are younger are none.
     """
     return _Case(ranks, failed, gave_up, least_s).verdict()
@@ -217,7 +217,7 @@ class _Case:
     def _waits_on_devices(self) -> dict[int, Wait]:
         """Ranks whose newest operations on a device go beyond what some member has begun.
 
-        The host knows of those only that they were begun, so as long as all ranks began the same
+        The host knows of those only that they were begun. So as long as all ranks began the same
         there is nothing to see, unless a kernel says that it waited in vain.
         """
         alone: dict[int, Wait] = {}

@@ -1,10 +1,10 @@
 """Says who keeps this process waiting while it waits, which its limit may allow for half an hour.
 
 A thread wakes up every few seconds and asks the core for how long this process has been in an
-operation. Most of the time that is all. If it is long, the first of this node's ranks that wait
-reads the flight records of all and prints the verdict, once and then more and more rarely. A
-group's first operation, where its ranks meet, is told of soon. Nothing is ended by that: a rank
-that prepares its data for a quarter of an hour is none of our business.
+operation. Most of the time that is all. If the wait is long, the first of this node's ranks that
+wait reads the flight records of all. That rank prints the verdict, once and then more and more
+rarely. A group's first operation, where its ranks meet, is told of soon. Nothing is ended by that:
+a rank that prepares its data for a quarter of an hour is none of our business.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ _SURE_STEPS = 1024
 _SURE_S, _LEAST_STEPS = 7200.0, 64
 
 # Gradients have this part of the parameters' bytes at least, where each step has some: the best
-# compression leaves more. What comes once in a while may be a metric, or an average: that has more
-# even where it is of a few layers in 4 bits. After the last step only a whole average makes sense.
+# compression leaves more. Bytes that come once in a while may be of a metric, or of an average. An
+# average has more bytes, even where it is of a few layers in 4 bits. After the last step only a
+# whole average makes sense.
 _PART_AT_EACH, _PART_AT_TIMES, _PART_AT_END = 1e-4, 1e-3, 0.25
 
 # These modules may connect ranks, too, unseen.

@@ -1,8 +1,8 @@
 """The counts that the core and the c10d adapter have made in this process.
 
 A fork copies native memory, and with it all that the parent had counted. That is left out here: a
-forked child begins at nothing. The parent notes it before the fork: in the child a lock of the
-core's may be held for ever, by a thread that isn't there.
+forked child begins at nothing. The parent notes it before the fork. The child can't, as a lock of
+the core's may be held for ever there, by a thread that isn't there.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def serves(plan: Mapping[str, Any], op: str, share_bytes: int) -> bool:
 def recent() -> list[Counted]:
     """The newest operations on host memory by group, op, who carried them out, and bytes.
 
-    `calls` of them, and the median of what each took by itself: from its call or, where it had to
-    wait for it, from the end of the group's one before.
+    A row has their number, `calls`, and the median of the time that each took by itself. That time
+    begins at the call or, if the operation had to wait, at the end of the group's one before.
     """
     core = _core()
     if core is None:

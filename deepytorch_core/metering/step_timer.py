@@ -1,12 +1,13 @@
 """The course of a run: its optimizer steps, and what the time between them went into.
 
-Kept for `deepytorch.report()` and what is shown live. It costs a look at the clock at a step and, a
-few times a second at most, a sample of counters that are kept anyway. Samples are merged when there
-are many, so a long run takes no more memory than a short one. Nothing waits for a device.
+Kept for `deepytorch.report()` and what is shown live. It costs a look at the clock at a step. A few
+times a second at most it also costs a sample of counters that are kept anyway. Samples are merged
+when there are many, so a long run takes no more memory than a short one. Nothing waits for a
+device.
 
 An optimizer may be stepped several times for one step, once for each part of what it updates
-(ZeRO-3), and there may be several optimizers: a step is over when the same parameters are stepped
-on again.
+(ZeRO-3). There may also be several optimizers. So a step is over when the same parameters are
+stepped on again.
 """
 
 from __future__ import annotations

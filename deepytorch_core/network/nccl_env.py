@@ -7,8 +7,8 @@ mostly idle. There are two ways to more connections:
 * more channels (`NCCL_MIN_NCHANNELS`): small messages are still sent on as few channels as before,
   so they cost nothing; each channel takes a block of a GPU's threads while a large message runs;
 * several connections per channel, served by helper threads (`NCCL_SOCKET_NTHREADS`,
-  `NCCL_NSOCKS_PERTHREAD`): every message, small ones too, is handed to a helper and back, which
-  made 64 KB four times slower where it was measured.
+  `NCCL_NSOCKS_PERTHREAD`). Every message, small ones too, is handed to a helper and back. That made
+  64 KB four times slower where it was measured.
 
 So channels come first, and helpers only for what channels within reason can't reach. Without a
 measured cap nothing is set.

@@ -1,6 +1,6 @@
 """How large a packet gets from one node to another in one piece: measured with UDP, in a second.
 
-A path that drops what its first interface lets out is the hard case: connections come up, small
+A path that drops what its first interface lets out is the hard case. Connections come up, small
 messages pass, and the first large one hangs. Packets are sent with "don't fragment" and regardless
 of what the kernel believes of the path (IP_PMTUDISC_PROBE); the other side answers each that
 arrives with a short packet that names its size. Packets prove by HMAC, each way in its own manner,

@@ -1,7 +1,7 @@
 """Before NCCL starts in a job of several nodes: measure the link once, and set what follows.
 
-Where every node has RDMA adapters that NCCL can use there is nothing to measure: what it is told of
-them each process reads off its own machine (`rdma`). Else NCCL goes by TCP.
+There is nothing to measure where every node has RDMA adapters that NCCL can use. Each process then
+reads what NCCL is told of them off its own machine (`rdma`). Else NCCL goes by TCP.
 
 All ranks of the job come here when its default group is made. They learn over the store who shares
 a node; one rank of each node measures, nodes in pairs at the same time, as they will train; rank 0
@@ -47,8 +47,8 @@ def before_nccl(store: Any, *, rank: int, size: int, measure: bool = True) -> No
         size: of the default group.
         measure: False leaves it at what earlier jobs have measured.
 
-    Never raises for what a network or a machine can be: what can't be measured is not set, and a
-    line at option log=debug says why.
+    Never raises for what a network or a machine can be. If something can't be measured it is not
+    set, and a line at option log=debug says why.
     """
     global _done
     launched = config.launched()

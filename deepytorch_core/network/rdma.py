@@ -6,13 +6,13 @@ only what it can't know or takes wrongly:
 * adapters much slower than the fastest (a management network beside the training's) would be
   chosen where they lie nearer to a GPU: they are left out;
 * eRDMA's verbs need the address that belongs to the IPv4 network, by its number;
-* EFA has no verbs of the kind that NCCL's own transport uses: without the plugin aws-ofi-nccl NCCL
-  goes by TCP, which is said, and the adapters are left out.
+* EFA has no verbs of the kind that NCCL's own transport uses. Without the plugin aws-ofi-nccl NCCL
+  goes by TCP. That is said, and the adapters are left out.
 
 NCCL goes on choosing by the PCIe tree how near an adapter must be to a GPU for direct access
-(`NCCL_NET_GDR_LEVEL`). eRDMA is an exception: a virtual machine shows its adapters on one flat bus,
-where nothing looks near. So with the module for it loaded the level is SYS, as the cloud's guide
-has it.
+(`NCCL_NET_GDR_LEVEL`). The exception is eRDMA: a virtual machine shows its adapters on one flat
+bus, where nothing looks near. So with the module for it loaded the level is SYS, as the cloud's
+guide has it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Triton evaluates annotations of a kernel's arguments; floats without one have 32
 
 NOTE [Arithmetic]. torch computes in float32 and rounds settings to it first; a product and what is
 added to it are rounded as one, in its source or by nvcc. The kernel does the same, with each such
-pair written as `fma`. Powers of the decays are read from tables that torch's own operator fills:
+pair written as `fma`. Powers of the decays are read from tables that torch's own operator fills.
 Triton's library has another `pow`, and in the first steps a bias correction magnifies a last bit.
 
 NOTE [Roots and quotients]. They are rounded as IEEE 754 says, as torch's are, by one step of

@@ -1,10 +1,10 @@
 """Cross-entropy in one pass over the logits forward, and one backward.
 
-Torch computes it of log-probabilities, and under autocast these are stored in the logits' dtype and
+Torch computes it of log-probabilities. Under autocast these are stored in the logits' dtype and
 once more in float32, as are the gradients of both. Here the forward pass keeps a number for each
-row, the logarithm of its sum of exponentials, which one pass finds (Milakov and Gimelshein, "Online
+row, the logarithm of its sum of exponentials. One pass finds it (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", arXiv:1805.02867). The backward pass writes the logits'
-gradient from it. Sums are in float32 whatever the logits are.
+gradient from that number. Sums are in float32 whatever the logits are.
 """
 
 from __future__ import annotations

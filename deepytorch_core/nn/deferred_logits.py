@@ -139,10 +139,10 @@ def read(value: Any) -> Any:
 class DeferredLogits(torch.Tensor):
     """A tensor whose elements come from `compute` at the first operation that needs them.
 
-    That operation makes a plain tensor of it, so that whatever is done to it from then on, in place
-    too, is done as to stock's. Where somebody keeps it as it is, and for who takes it past Python,
-    such as a `torch.autograd.Function`, it stays: operations read its elements, and its gradient
-    goes to what they come from.
+    That operation makes a plain tensor of it. So whatever is done to it from then on, in place too,
+    is done as to stock's. Where somebody keeps it as it is, and for who takes it past Python, such
+    as a `torch.autograd.Function`, it stays: operations read its elements, and its gradient goes to
+    what they come from.
 
     Attributes:
         source: what the loss is computed from in place of the logits, for whoever made this.

@@ -2,8 +2,9 @@
 
 The logits of a batch are its largest tensor by far (tokens times vocabulary, several times over in
 stock training: in the model's dtype, in float32, and their gradient). Here the head and the loss
-run on a chunk of tokens at a time, and a chunk's gradient is computed at once, while its logits are
-there: as many matrix products as stock, a small part of the memory. Plain torch, for any device.
+run on a chunk of tokens at a time. A chunk's gradient is computed at once, while its logits are
+there. So there are as many matrix products as in stock training, and a small part of the memory.
+Plain torch, for any device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The mean over all target tokens of an optimizer step, with its exact gradient.
 
-Wrappers average gradients over the ranks (DDP, FSDP, ZeRO), so a loss that every rank divides by
-its own tokens gives a token in a short batch more weight than one in a long batch. Divided by the
-tokens of all ranks and micro-batches every token weighs the same, however they are spread.
+Wrappers average gradients over the ranks (DDP, FSDP, ZeRO). If every rank divides its loss by its
+own tokens, a token in a short batch has more weight than one in a long batch. Divided by the tokens
+of all ranks and micro-batches every token weighs the same, however they are spread.
 
     tokens = global_tokens(sum(num_target_tokens(batch["labels"]) for batch in micro_batches))
     for batch in micro_batches:

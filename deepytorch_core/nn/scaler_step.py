@@ -1,8 +1,8 @@
 """A GradScaler's step that doesn't wait for the GPU, for fused optimizers switched in by us.
 
 After a backward pass in float16 a GradScaler asks the GPU whether a gradient overflowed, and skips
-the optimizer's step if so. All that it launches next comes late by that wait. torch's fused kernels
-can be handed the answer where it is, on the GPU, and then change nothing.
+the optimizer's step if so. All that it launches next comes late by that wait. The fused kernels of
+torch can be handed the answer where it is, on the GPU, and then change nothing.
 
 NOTE [Overflow]. torch does that by itself for who asks for `fused=True`, and tells everybody by
 `_step_supports_amp_scaling`, on which some trainers refuse to clip gradients. And the step is then

@@ -1,6 +1,6 @@
 """Prometheus metrics of this process, served over HTTP where option `metrics` asks for it.
 
-Every rank serves its own, at the port that was asked for plus its local rank: no rank has to
+Every rank serves its own, at the port that was asked for plus its local rank. So no rank has to
 collect anything, and one that hangs or dies takes nobody's metrics with it. Nothing but GET
 /metrics is answered.
 

@@ -4,7 +4,7 @@
     exposed(N) = communication(N) - min(hidden share * communication(N), computing)
 
 The rest is today's step less its exposed communication: computing, waiting for data and for other
-ranks. Every rank keeps its work (weak scaling), so the rest stays, and so does the share of the
+ranks. Every rank keeps its work (weak scaling), so the rest stays. So does the share of the
 communication that computing hides, until there is more of it than computing. What was exposed
 beyond the operations' own times, until their thread had started for example, is of the rest.
 

@@ -63,13 +63,14 @@ class Waiting:
 class Report:
     """A snapshot; `str()` of it is a table for people.
 
-    `loaders` is how long DataLoaders were waited for (`deepytorch_core.metering.loader_waits`),
-    `course` the run's steps and what went by between them (`deepytorch_core.metering.step_timer`),
-    `memory` what was used of it (`deepytorch_core.base.memory`), `failures` how many operations
-    ended in an error. `groups` has the ranks of each group by its name, `nodes` how many nodes the
-    launcher spoke of, 1 where it did not. `recent` has the times of the newest operations by size
-    (`counts.recent`), `starts` who was the last of this node to begin those that `waiting` knows
-    nothing of.
+    `loaders` is how long DataLoaders were waited for (`deepytorch_core.metering.loader_waits`).
+    `course` has the run's steps and what went by between them
+    (`deepytorch_core.metering.step_timer`). `memory` is what was used of it
+    (`deepytorch_core.base.memory`). `failures` is how many operations ended in an error. `groups`
+    has the ranks of each group by its name. `nodes` is how many nodes the launcher spoke of, 1
+    where it did not. `recent` has the times of the newest operations by size (`counts.recent`).
+    `starts` says who was the last of this node to begin the operations that `waiting` knows nothing
+    of.
     """
 
     active: bool

@@ -41,8 +41,8 @@ _SHIFT_BYTES = 1 << 28
 # The second binds today's default group to its functions when it is imported: there is none here.
 _PRELOAD = ("torch.distributed", "torch.distributed.nn.functional")
 # The workers' side of test modules imports these, if the test process has them. Slow ones are only
-# for workers like most, whose nursery serves many, and where there is no GPU: some look at it when
-# they are imported, and what has been looked at is of no use to a fork.
+# for workers like most, whose nursery serves many, and where there is no GPU. Some of them look at
+# the GPU when they are imported, and a fork can't use a GPU that has been looked at.
 _OFTEN = ("numpy", "pytest", "hypothesis")
 _SLOW = (
     "torch.distributed.fsdp",

@@ -81,8 +81,9 @@ class Pool:
         expect_exit: frozenset[int] = frozenset(),
     ) -> tuple[list[Any], bool]:
         """Run one call; return each rank's result and whether the workers can serve another."""
-        # One for each call: env:// has no prefix of its own, so a second group would find the keys
-        # of the first, such as addresses at which nobody listens any more.
+        # Each call has a store of its own, as env:// has no prefix. In the same store a second
+        # group would find the keys of the first, such as addresses at which nobody listens any
+        # more.
         self._store = self._serve_store()
         call = RankCall(
             store_port=self._store.port,
@@ -185,7 +186,7 @@ def spawn_ranks(
     """Call `fn(rank, world_size, *args, **kwargs)` in `world_size` processes.
 
     Workers stay warm between calls: the second call of a size costs milliseconds. They have one
-    compute thread each and torchrun's environment variables, seeds are 0 at the start of a call,
+    compute thread each and torchrun's environment variables. Seeds are 0 at the start of a call,
     and process groups left open are destroyed after it.
 
     Args:

@@ -26,8 +26,8 @@ def run_program(
     """`subprocess.run`, once more where torch itself took the program down.
 
     A process with a gloo group of torch's own now and then aborts when the group or the interpreter
-    ends (about 1 of 80), or never gets past that. Only programs that deepytorch had no part in are
-    run again for it.
+    ends (about 1 of 80). It may also never get past that. Only programs that deepytorch had no part
+    in are run again for it.
 
     Args:
         command: the program and its arguments.

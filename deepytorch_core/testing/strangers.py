@@ -1,7 +1,7 @@
 """Another user of the machine who attacks a job's sockets: forged messages, floods and garbage.
 
 The stranger attacks all that the processes below this one listen at: abstract datagram and stream
-sockets and TCP ports. Their names are read as root, all that is sent is another user's, and none of
+sockets and TCP ports. Their names are read as root, but all that is sent is another user's. None of
 the other jobs of the machine gets any of it.
 """
 

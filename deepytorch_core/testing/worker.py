@@ -1,8 +1,8 @@
 """The child side of `spawn_ranks`: a process that is one rank, for many calls.
 
-A worker is started with a socket to its parent and serves one `RankCall` after the other, so that a
-test pays for `import torch` once per pool and not once per test. What a call left behind is
-cleaned up before its result is sent; a worker whose call failed serves no other.
+A worker is started with a socket to its parent and serves one `RankCall` after the other. So tests
+pay for `import torch` once per pool and not once per test. What a call left behind is cleaned up
+before its result is sent; a worker whose call failed serves no other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Accelerate: `Accelerator(kwargs_handlers=[DeepytorchPlugin(...)])`.
 
-Replaced is `Accelerator.__init__`, from the first DeepytorchPlugin on: it takes the plugin out of
-`kwargs_handlers`, which Accelerate itself looks up by exact class, and once the process group is
-there deepytorch is put under this one Accelerator (`accelerator`). Nothing happens to Accelerators
-that were given no plugin. Left alone are data loaders, optimizers, gradient accumulation, mixed
+`Accelerator.__init__` is replaced, from the first DeepytorchPlugin on. It takes the plugin out of
+`kwargs_handlers`, which Accelerate itself looks up by exact class. Once the process group is there,
+it puts deepytorch under this one Accelerator (`accelerator`). Nothing happens to Accelerators that
+were given no plugin. Left alone are data loaders, optimizers, gradient accumulation, mixed
 precision, checkpoints, and DDP's own keywords and hooks.
 """
 

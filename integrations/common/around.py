@@ -1,7 +1,7 @@
 """Methods of single objects that calls go through, without an attribute on those objects.
 
-A function that stood on the object in place of its method would have to hold it: then it would live
-on until cycles of garbage are looked for, with all the memory that it holds.
+A function that stood on the object in place of its method would have to hold that object. Then the
+object would live on until cycles of garbage are looked for, with all the memory that it holds.
 """
 
 from __future__ import annotations

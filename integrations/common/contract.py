@@ -1,7 +1,7 @@
 """Rules for every adapter: versions, options that all ranks share, changes that can be undone.
 
-An adapter checks its framework with `require`, calls `join` once the ranks are connected, keeps
-what it changes in a `Changes` that it marks the changed object with, and offers `undo`.
+An adapter checks its framework with `require`, and calls `join` once the ranks are connected. It
+keeps what it changes in a `Changes`, marks the changed object with that, and offers `undo`.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ def join(
             share, in JSON's types by name. A ValueError or IntegrationError from it is raised on
             every rank.
 
-    Raises IntegrationError, with the same reason on every rank, for an unknown option, a wrong
-    value, options that differ between ranks, or groups that can't be upgraded.
+    Raises IntegrationError, with the same reason on every rank, for an unknown option or a wrong
+    value. Raises it also for options that differ between ranks, or groups that can't be upgraded.
     """
     store, rank, size = _connection(adapter)
     statements = _exchange(adapter, _statement(given or {}, own), (store, rank, size))

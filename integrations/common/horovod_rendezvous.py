@@ -44,8 +44,8 @@ class LocalStore:
     def get(self, key: str, timeout_ms: int) -> bytes | None:
         """The value, waited for up to `timeout_ms`; None when it is still absent then.
 
-        One of a process that ended is seen if it was set since this process began: who waits for
-        that process is to learn that it has ended.
+        A value of a process that ended is seen if it was set since this process began. So a rank
+        that waits for the other process learns that it has ended.
         """
         began = _start_of(os.getpid()) or 0
         return self._await(key, timeout_ms / 1e3, lambda set_at: set_at > began)

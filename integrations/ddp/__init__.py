@@ -58,9 +58,10 @@ def prepare_ddp(
 
     Returns the DistributedDataParallel; with enabled=False exactly torch's.
 
-    Raises IntegrationError, on every rank, for a module that is DDP's already, a wrong argument,
-    arguments that differ between ranks or exclude each other, or a group that deepytorch does not
-    serve on the module's device. What DDP itself refuses it still refuses in its own words.
+    Raises IntegrationError, on every rank, for a module that is DDP's already, a wrong argument, or
+    arguments that differ between ranks or exclude each other. The same goes for a group that
+    deepytorch does not serve on the module's device. DDP still refuses in its own words what it
+    refuses itself.
     """
     groups.require_torch()
     if isinstance(model, DistributedDataParallel) and contract.is_marked(model, _PREPARE):
@@ -107,7 +108,8 @@ def tune_buckets(ddp: DistributedDataParallel, **options: Any) -> None:
         **options: `deepytorch_core.base.config.Options`.
 
     Raises IntegrationError, on every rank, for another module, one whose buckets can't be changed,
-    a wrong option, or a group that deepytorch does not serve on the module's device.
+    or a wrong option. The same goes for a group that deepytorch does not serve on the module's
+    device.
     """
     groups.require_torch()
     if isinstance(ddp, DistributedDataParallel) and contract.is_marked(ddp, _TUNE):

@@ -15,7 +15,7 @@ def average_as_bf16(
     """Average a bucket over the group `state`; float32 and float64 ones travel as bfloat16.
 
     They are divided before they are rounded. On the CPU deepytorch adds the ranks' values in
-    float32 and rounds once, so the error is that of two roundings whatever the number of ranks.
+    float32 and rounds once. So the error is that of two roundings whatever the number of ranks.
     """
     gradients = bucket.buffer()
     sent = gradients

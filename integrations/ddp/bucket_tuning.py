@@ -1,14 +1,14 @@
 """DDP's bucket sizes, measured on the live job: every candidate trains a few of its steps.
 
-A step is timed from the first forward pass after a reduction to the first one after the next, with
-everything in it, so overlap counts as it is. Steps that validation came into don't count. The best
-candidate is measured again, and the sizes that the job came with too; it stays only if it beats
-both measurements of those beyond the noise. All ranks decide from the same numbers: the slowest
-rank's.
+A step is timed from the first forward pass after a reduction to the first one after the next. The
+time has everything in it, so overlap counts as it is. Steps that validation came into don't count.
+The best candidate is measured again, and the sizes that the job came with too; it stays only if it
+beats both measurements of those beyond the noise. All ranks decide from the same numbers: the
+slowest rank's.
 
 Ranks keep in step by counting reductions, of which every rank has the same number, whatever forward
-passes it has. Under DDP's join context they may not, and torch never says that it is over: it ends
-the measurement, on every rank where the context is made.
+passes it has. Under DDP's join context the numbers may differ, and torch never says that the
+context is over. So the context ends the measurement, on every rank where it is made.
 """
 
 from __future__ import annotations

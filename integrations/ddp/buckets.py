@@ -1,11 +1,11 @@
 """The bucket layout of a live DistributedDataParallel: read it and change it.
 
-NOTE [Rebuilding the Reducer] DDP's gradient buckets belong to its Reducer, which takes their sizes
-when it is made and has no way to change them. DDP itself makes a new one when it is unpickled
+NOTE [Rebuilding the Reducer] DDP's gradient buckets belong to its Reducer. A Reducer takes their
+sizes when it is made and has no way to change them. DDP itself makes a new one when it is unpickled
 (`__setstate__`), and that is done here between two steps. The old Reducer's autograd hooks are
 removed and the sizes set. `_ddp_init_helper` makes the new one, and what was registered with the
-old one is registered again. The new Reducer goes through what every one does: a first step with
-preliminary buckets, and a second that has learnt the order of the gradients. Parameters, their
+old one is registered again. The new Reducer goes through what every one does. Its first step has
+preliminary buckets, and by the second it has learnt the order of the gradients. Parameters, their
 gradients and DDP's own hooks on the forward pass stay; registered memory is placed by
 deepytorch_core.c10d.registered as ever.
 

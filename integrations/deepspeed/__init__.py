@@ -57,9 +57,9 @@ def initialize(
             those in the section "deepytorch" of the configuration;
             True or None for none, False for stock DeepSpeed.
 
-    Raises IntegrationError, the same on every rank, for an unknown option, a wrong value, options
-    that differ between ranks, a version of DeepSpeed that is not known, or process groups that
-    can't be upgraded.
+    Raises IntegrationError, the same on every rank, for an unknown option, a wrong value, or
+    options that differ between ranks. The same goes for a version of DeepSpeed that is not known,
+    and for process groups that can't be upgraded.
     """
     if not deepspeed_flag.switched_off():
         require(_NAME, VERSIONS, tested=TESTED)

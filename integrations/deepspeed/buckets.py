@@ -43,8 +43,8 @@ CANDIDATES = (1 << 22, 1 << 24, 1 << 26)
 # DeepSpeed's own for reductions. Not measured, as it would take gigabytes and, on slow links,
 # seconds: at such sizes what an element takes more is known from smaller ones.
 DEFAULT = 500_000_000
-# DeepSpeed's own Python and its launches take this for a bucket: 0.2 to 0.3 ms on a CPU, 0.6 to
-# 0.7 ms on an H100's host, ZeRO-2. It can't be measured before there is an engine.
+# DeepSpeed's own Python and its launches take so long for a bucket of ZeRO-2. It is 0.2 to 0.3 ms
+# on a CPU, and 0.6 to 0.7 ms on an H100's host. It can't be measured before there is an engine.
 PER_BUCKET_S = 0.5e-3
 # A size this much slower than the best is as good as the best.
 NEARLY = 1.1

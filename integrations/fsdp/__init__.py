@@ -45,8 +45,9 @@ def register_comm_hook(model: nn.Module, *, compress: str | None = None, **optio
             and rounded once.
         **options: `deepytorch_core.base.config.Options`.
 
-    Raises IntegrationError, on every rank, for a model that is not FSDP1's or not the root, a
-    hybrid strategy, another hook, a wrong option, or a group that deepytorch does not serve.
+    Raises IntegrationError, on every rank, for a model that is not FSDP1's or not the root. Raises
+    it also for a hybrid strategy, another hook, a wrong option, or a group that deepytorch does not
+    serve.
     """
     _groups.require_torch()
     root: Any = model
@@ -105,8 +106,9 @@ def apply_fsdp2(model: nn.Module, **options: Any) -> nn.Module:
 
     Returns the model.
 
-    Raises IntegrationError, on every rank, for a model that is not FSDP2's, communication of the
-    user's own, a wrong option, or a mesh whose groups deepytorch does not serve.
+    Raises IntegrationError, on every rank, for a model that is not FSDP2's, or for communication of
+    the user's own. Raises it also for a wrong option, or a mesh whose groups deepytorch does not
+    serve.
     """
     _groups.require_torch()
     # A compiled model holds the one that was compiled.

@@ -1,11 +1,12 @@
 """Registered or ordinary buffers for FSDP2: measured in the job's own first training steps.
 
 Every step uses one kind throughout, the next step the other. A step's time is what its all_gather
-and reduce_scatter calls take, from asking for the buffer to the end of the collective, so with the
-copy into the buffer and at the job's real sizes. The bits are the same either way.
+and reduce_scatter calls take, from asking for the buffer to the end of the collective. So it
+includes the copy into the buffer, and sizes are the job's real ones. The bits are the same either
+way.
 
-The reduce_scatter of the first unit ends a step: every rank comes to it in the same order, so the
-ranks decide there together without a message of their own beyond the times.
+The reduce_scatter of the first unit ends a step. Every rank comes to it in the same order, so the
+ranks decide there together. They need no message of their own beyond the times.
 """
 
 from __future__ import annotations

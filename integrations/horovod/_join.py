@@ -126,8 +126,8 @@ class Journal:
     def close(self) -> None:
         """End the threads of all ranks: from now on no `join` can end.
 
-        A thread must not be left waiting when the interpreter ends, nor when the store does: its
-        server may be in rank 0, which waits a moment for the others.
+        A thread must not be left waiting when the interpreter ends, nor when the store does. The
+        store's server may be in rank 0, which waits a moment for the others.
         """
         if self._thread is None or not (self._thread.is_alive() or self._rank == 0):
             return

@@ -1,11 +1,11 @@
 """Pairs what users begin by its name over the ranks, in whatever order each of them begins it.
 
 NOTE [Rounds] torch.distributed pairs calls by their order, Horovod by their names. So operations
-run on a group of their own, in an order that the ranks agree on: in a round every rank tells what
-it has begun since its last one. Then all know the same, and run what each of them has begun, in
-the order of the first rank. A rank goes through rounds while it has begun something that has not
-run; the others' next round waits for it. A thread that waits for an operation goes through the
-rounds itself. If nobody waits, a thread does that the first such operation starts.
+run on a group of their own, in an order that the ranks agree on. In a round every rank tells what
+it has begun since its last one. Then all know the same, and run what each of them has begun, in the
+order of the first rank. A rank goes through rounds while it has begun something that has not run;
+the others' next round waits for it. A thread that waits for an operation goes through the rounds
+itself. If nobody waits, a thread does that the first such operation starts.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def broadcast_optimizer_state(
     """Give every rank the root's optimizer state: momenta, step counts, learning rates.
 
     The other ranks' optimizers need not have made a step. One that has no state yet has gradients
-    of zero afterwards; where that is the root's, it has made a step with them, as in Horovod: its
-    weight decay has acted once, and its step count is 1.
+    of zero afterwards. If that is the root's, it has made a step with them, as in Horovod. Its
+    weight decay has acted once then, and its step count is 1.
 
     Args:
         optimizer: for parameters of the same shapes on every rank.

@@ -226,8 +226,8 @@ class DistributedMixin:
     def step(self, closure: Any = None) -> Any:
         """Reduce what is not reduced yet, and make the optimizer's step.
 
-        Where there is a `closure`, its gradients are reduced each time that it is evaluated, and
-        its loss is the mean of the ranks', so that all of them decide alike (LBFGS).
+        The gradients of a `closure` are reduced each time that it is evaluated. Its loss is the
+        mean of the ranks' losses, so that all ranks decide alike (LBFGS).
         """
         self._warn_of_unwatched()
         if closure is not None and self._should_synchronize and self._is_distributed():

@@ -1,19 +1,19 @@
 """The loss of transformers' causal language models without the logits, where nobody reads them.
 
-Two seams of one model object: the forward of its output head, which in training with labels returns
-`DeferredLogits`, and its `loss_function`, which computes the loss from what stands behind them. So
-the model's own forward stays, whatever its class, and whoever reads the logits gets stock's: a
-metric, a custom loss, a model that scales them first. Where they can't be had any more, because the
-weights have changed since or are sharded, reading them is an error. Evaluation, generation and
-calls without labels run stock.
+It has two seams, both of one model object. The forward of the model's output head returns
+`DeferredLogits` in training with labels. The model's `loss_function` computes the loss from what
+stands behind these logits. So the model's own forward stays, whatever its class. Any reader of the
+logits gets stock's: a metric, a custom loss, a model that scales them first. If the logits can't be
+had any more, because the weights have changed since or are sharded, reading them is an error.
+Evaluation, generation and calls without labels run stock.
 
 The head is called as a module for the loss, so FSDP2 and ZeRO-3 gather its weights then; tied and
 LoRA-wrapped heads are differentiated as they are. Unless asked for, the stock loss stays under
 both, as a look at the logits would need the other ranks.
 
 NOTE [Heads under ZeRO-3] DeepSpeed gathers weights before each call of a module, for its backward
-pass too, and counts these. So the call that leaves out the logits goes past the head's hooks, and
-the one for the loss is the only one that they see.
+pass too, and counts these. So the call that leaves out the logits goes past the head's hooks. They
+see only the call for the loss.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Masked language models train on a sixth of their tokens, and compute logits for all. Here the head
 returns `DeferredLogits` in training with labels; the model's own cross-entropy of them runs the
-head on the tokens that have a target. Whoever reads the logits gets stock's. How many targets there
-are is known where batches are planned on the CPU (option `padding_free`): else the head would have
-to wait for the GPU, and stays stock's.
+head on the tokens that have a target. Whoever reads the logits gets stock's. The number of targets
+is known where batches are planned on the CPU (option `padding_free`). Else the head would have to
+wait for the GPU, and stays stock's.
 """
 
 from __future__ import annotations

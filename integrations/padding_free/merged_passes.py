@@ -1,11 +1,11 @@
 """Micro-batches of one optimizer step share passes of the model's trunk.
 
-A Trainer that accumulates gradients fetches all micro-batches of a step before it runs the first,
-and so does Accelerate's loader where it is asked to (`accumulated_batches`). Packed, they are one
-row of tokens, on which the trunk below a language model's head runs once. Each micro-batch's own
-pass gets its part of the result. Its head, loss, metrics and backward pass stay its own, and end at
-that part. The last backward pass brings the gradients of all parts to the trunk, so
-DistributedDataParallel adds up what it would have added up.
+A Trainer that accumulates gradients fetches all micro-batches of a step before it runs the first.
+So does Accelerate's loader where it is asked to (`accumulated_batches`). Packed, the micro-batches
+are one row of tokens, on which the trunk below a language model's head runs once. Each
+micro-batch's own pass gets its part of the result. Its head, loss, metrics and backward pass stay
+its own, and end at that part. The last backward pass brings the gradients of all parts to the
+trunk, so DistributedDataParallel adds up what it would have added up.
 
 First it is watched whether each micro-batch calls the model once, with the tensors that the loader
 has made. Later on a pass may be one that was not expected, or ask its trunk for something else. It

@@ -325,8 +325,8 @@ class PackedForward:
     def _stays(self, packing: Packing) -> bool:
         """Whether the batch has no padding; where shapes are few, batches of one shape alone.
 
-        Those of causal models are packed then: without a mask they look for packed rows, and so
-        wait for the GPU, and they return their cache.
+        Batches of causal models are packed then. Without a mask these models look for packed rows,
+        and so wait for the GPU, and they return their cache.
         """
         if packing.is_full and self._full is None:
             self._full = packing.shape

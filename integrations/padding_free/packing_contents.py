@@ -1,8 +1,8 @@
 """Contents of a batch beside plain text, in the tries that find out whether a model packs.
 
-A model may give particular ids a meaning that reaches beyond their token: positions that leave out
-the padding's id, a scale by the number of masked tokens. And arguments with one entry a token may
-say more than a packed row can: which tokens of a sequence see each other both ways.
+A model may give particular ids a meaning that reaches beyond their token. Positions may leave out
+the padding's id, and a scale may go by the number of masked tokens. And arguments with one entry a
+token may say more than a packed row can: which tokens of a sequence see each other both ways.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ _WIDTH = 12
 # Largest difference of packed and padded logits, as a part of the largest logit.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _TF32_NOISE = 1e-2  # float32 on CUDA may be multiplied in less
-# A deep model's own rounding may be more in 16-bit floats. Its effect on one sequence, in a batch
-# and by itself, times this, is as good, up to a part that no wrong row stays within.
+# A deep model's own rounding may be more in 16-bit floats. It shows in how far a sequence's logits
+# in a batch are from those by itself. A difference up to `_ROOM` times that is as good.
+# `_MOST_NOISE` is the limit, a part that no wrong row stays within.
 _ROOM = 2.0
 _MOST_NOISE = 0.25
 _LARGE_COUNT, _COUNT_NOISE = 1 << 10, 0.02

@@ -1,8 +1,8 @@
 """A twin of a model: the same class of a narrow and shallow copy of its configuration.
 
-Whether a model packs is found out on its twin, on the CPU, so that the model itself runs no pass
-that its program doesn't make. `describe` says what a twin has to be made of, or why none would be
-like the model; `examine` makes it and tries it out, in a process of its own (`packing_helper`).
+A model's twin shows on the CPU whether the model packs. So the model itself runs no pass that its
+program doesn't make. `describe` says what a twin has to be made of, or why none would be like the
+model; `examine` makes it and tries it out, in a process of its own (`packing_helper`).
 """
 
 from __future__ import annotations

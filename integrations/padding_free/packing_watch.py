@@ -1,9 +1,9 @@
 """Learns from a model's own first steps whether it may train without padding.
 
-The steps run as they are. Seen are who reads what of the outputs, what the model is called with,
-and whether its passes draw from a generator that the program uses too. Whether packed rows give
-what padded batches give is found out on a twin meanwhile, by a helper (`packing_helper`). The
-training waits for none of it.
+The steps run as they are. The hooks see who reads what of the outputs, and what the model is called
+with. They also see whether its passes draw from a generator that the program uses too. A helper
+(`packing_helper`) finds out meanwhile, on a twin, whether packed rows give what padded batches
+give. The training waits for none of it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .packing_probe import Unsupported
 # Calls that are watched at least, for readers that come every few steps only; and after which a
 # helper is started, which takes some steps itself.
 _WATCHED, _BEFORE_HELPER = 8, 2
-# Seconds that a helper takes of one core, and the part of a run that may be taken where it has to
-# share that core with the training.
+# Seconds that a helper takes of one core. The second value is the part of a run that may be taken
+# where the helper has to share that core with the training.
 _HELPER_S, _LARGEST_SHARE = 10.0, 0.03
 _SPARE_CORES = 2
 # A helper's environment says this, too: it computes a little, on the CPU alone.

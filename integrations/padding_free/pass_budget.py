@@ -1,7 +1,8 @@
 """How many tokens a pass of the trunk may have that several micro-batches share.
 
-Fixed by the option `tokens_per_step`, or found out: from the memory that a micro-batch's pass takes
-and that is free, and from the time of a few steps before and after passes are shared.
+The option `tokens_per_step` fixes it, or it is found out from memory and times. The memory is what
+a micro-batch's pass takes, and what is free. The times are of a few steps before and after passes
+are shared.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ in place, on that object alone:
 * FSDP2: `prepare` also places the buffers of the sharded model in registered memory;
 * loaders copy batches to the GPU beside the steps under way (`side_copies`), and load the next one
   meanwhile (`early_batches`);
-* `prepare` also swaps fused kernels in (`kernels`), has transformers models train without padding
-  (`padding_free`) and compiles models as option `compile` says (`compilation`), unless Accelerate
-  compiles them itself; all in a process that trains by itself too.
+* `prepare` also swaps fused kernels in (`kernels`) and has transformers models train without
+  padding (`padding_free`). It compiles models as option `compile` says (`compilation`), unless
+  Accelerate compiles them itself. It does all of this in a process that trains by itself too.
 
 DDP needs nothing else: its buckets are placed wherever deepytorch serves the group.
 """
@@ -52,8 +52,8 @@ _changed: list[contract.Changes] = []
 def apply_unasked(accelerator: Any) -> bool:
     """Give an Accelerator whatever is each rank's own affair, as options in force say.
 
-    For scripts that know nothing of it: no rank is waited for, no tracker gets figures, DeepSpeed's
-    configuration stays as it is, and what can't be done is left to stock.
+    This is for scripts that know nothing of it: no rank is waited for, and no tracker gets figures.
+    DeepSpeed's configuration stays as it is, and what can't be done is left to stock.
 
     Returns whether there is anything to do.
     """

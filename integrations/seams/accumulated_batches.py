@@ -1,8 +1,8 @@
 """Loops that use `accelerator.accumulate` share passes of the model, where that is asked for.
 
 An Accelerate loader hands out one micro-batch after the other. With a number for the option
-`tokens_per_step` it fetches all of an optimizer step at its first one, so that they may share
-passes of the model's trunk (`merged_passes`). Who iterates over the loader sees what stock shows:
+`tokens_per_step` it fetches all micro-batches of an optimizer step at the first one. So they may
+share passes of the model's trunk (`merged_passes`). A loop over the loader sees what stock shows:
 the same batches, and the end of the data at the last one.
 
 A loop of one's own may look at gradients between micro-batches, which come with the last one only.

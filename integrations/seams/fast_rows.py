@@ -1,8 +1,9 @@
 """Rows of token ids become tensors by numpy, as fast as they are copied.
 
-transformers makes tensors of lists number by number, in its collate functions as in its tokenizers:
-some milliseconds a batch, in which the GPU may have nothing to do. Here rows of whole numbers are
-converted before, to the very tensors that it makes of them; everything else is left to it.
+transformers makes tensors of lists number by number, in its collate functions as in its tokenizers.
+That takes some milliseconds a batch, in which the GPU may have nothing to do. Here rows of whole
+numbers are converted before, to the very tensors that transformers makes of them; everything else
+is left to it.
 """
 
 from __future__ import annotations

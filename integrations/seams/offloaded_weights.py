@@ -1,8 +1,8 @@
 """ZeRO-3 with weights or the optimizer on the host: how updated weights get to the other side.
 
-After each update DeepSpeed copies float32 weights into 16-bit ones. Where one of the two is on the
-host and the other on the GPU, torch converts on the CPU, through memory that is new every time and
-not pinned:
+After each update DeepSpeed copies float32 weights into 16-bit ones. If one of the two is on the
+host and the other on the GPU, torch converts on the CPU. The numbers go through memory that is new
+every time and not pinned:
 
 * From the GPU to the host (`offload_param` alone) float32 travels, twice the bytes. Here the GPU
   rounds first, and the copy goes straight into DeepSpeed's pinned memory.

@@ -30,7 +30,7 @@ from deepytorch_core.base.config import Options
 # Steps in which it is looked which modules are called, and the most that a loop calls by itself.
 _MOST_STEPS, _MOST_CALLED = 5, 8
 # Optimizers of one process that are looked at whenever they come. A search of its objects takes a
-# tenth of a second, and further ones may take their part of the time that the process has lasted.
+# tenth of a second. Further searches may take their part of the time that the process has lasted.
 _MOST_SEARCHES = 32
 _SEARCH_S, _LARGEST_SHARE = 0.1, 0.03
 

@@ -2,8 +2,8 @@
 
 Accelerate's loaders copy a batch and wait for it. The copy lies in line behind all work that the
 GPU still has, so the host can't prepare the next step meanwhile. Copied on a stream of its own, a
-batch waits for nothing but its own transfer: whoever wrote to the CPU's tensors afterwards still
-may, since the copy is over when the call returns.
+batch waits for nothing but its own transfer. The copy is over when the call returns, so whoever
+wrote to the CPU's tensors afterwards still may.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The seam is `Trainer.create_accelerator_and_postprocess`, where a Trainer builds
 right after it deepytorch is put under that Accelerator (`accelerator`). By inheritance
 (`DeepytorchMixin`, before the Trainer in the list of bases), or for one Trainer that exists
 (`accelerate_trainer`). Callbacks that report get some figures of deepytorch's beside the training
-loss (`trainer_figures`), and its training loader may spread a step's samples over the ranks
+loss (`trainer_figures`). The Trainer's training loader may spread a step's samples over the ranks
 (`trainer_balance`). Left alone is all else: arguments, data, loss, optimizer, callbacks and
 checkpoints. For training loops without a Trainer `pack_batches` has a model train without padding.
 """

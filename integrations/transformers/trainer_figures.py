@@ -1,7 +1,7 @@
 """Figures of deepytorch's beside the training loss that a transformers Trainer logs.
 
-They go to every callback that reports (TensorBoard, Weights & Biases, one's own), not into the
-lines that are printed, and not into `state.log_history`, which checkpoints keep.
+They go to every callback that reports (TensorBoard, Weights & Biases, one's own). They go neither
+into the lines that are printed nor into `state.log_history`, which checkpoints keep.
 """
 
 from __future__ import annotations

@@ -87,8 +87,9 @@ def kind_of(hint: Any) -> str:
 def load_config(cls: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
     """Build ``cls`` from the YAML mapping in ``path``, then from ``overrides`` such as "steps=40".
 
-    Raises RecipeError for an unreadable file, an unknown key (naming the closest valid one) or a
-    value of the wrong type (naming the key and what it accepts).
+    Raises RecipeError for an unreadable file, an unknown key or a value of the wrong type. For an
+    unknown key it names the closest valid one. For a wrong type it names the key and what this
+    accepts.
     """
     values = {key: (value, str(path)) for key, value in _read_yaml(path).items()}
     hints = typing.get_type_hints(cls)

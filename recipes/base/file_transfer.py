@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a checkpoint between nodes that share no storage: rank 0's disk has all of them.
 
-Ranks find out who sees the same folder by files that each makes there, asked for by name: file
-systems of a network may list what they knew a while ago.
+Ranks find out who sees the same folder by files that each makes there. They ask for these files by
+name, because file systems of a network may list what they knew a while ago.
 """
 
 import contextlib

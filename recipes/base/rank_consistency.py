@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what all ranks must have alike, and what none may have as another: random numbers.
 
-Nodes have files of their own: other data would leave ranks waiting for each other's batches, and
-other weights would be trained as if they were one model.
+Nodes have files of their own. Other data would leave ranks waiting for each other's batches. Other
+weights would be trained as if they were one model.
 """
 
 import hashlib

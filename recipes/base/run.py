@@ -150,7 +150,7 @@ def distributed(backend: str, device: torch.device) -> Iterator[Process]:
     else:
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)
     yield Process(dist.get_rank(), dist.get_world_size(), device)
-    # Not after an exception: its frames keep DDP alive, and a DDP that outlives its group tears
+    # Not after an exception, because its frames keep DDP alive. A DDP that outlives its group tears
     # gloo down while it holds the GIL, which gloo's own thread may be waiting for.
     gc.collect()
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``token_balance=``: an optimizer step's examples, evenly spread over ranks and micro-batches.
 
-The recipes' loss is a mean over the tokens of all of them, so who computes which example makes no
-difference to it, and the rank that drew the long ones keeps nobody waiting.
+The recipes' loss is a mean over the tokens of all of them, so it does not depend on which rank
+computes which example. The rank that drew the long ones keeps nobody waiting.
 """
 
 from collections.abc import Iterator, Sequence

@@ -167,9 +167,10 @@ class EndlessBatches(Generic[BatchT]):
     ) -> None:
         """Go on as after ``position`` batches of ``batch_size`` on each of ``world_size`` ranks.
 
-        With the next examples of the same epoch, which has ``epoch_examples``. Where the batches
-        here don't end at the same places, an epoch may end elsewhere, and less than a batch of each
-        rank is seen again. Raises RecipeError when there are fewer examples than that.
+        It goes on with the next examples of the same epoch, which has ``epoch_examples``. The
+        batches here may not end at the same places. Then an epoch may end elsewhere, and less than
+        a batch of each rank is seen again. Raises RecipeError when there are fewer examples than
+        that.
         """
         if epoch_examples > self._order.num_examples:
             raise RecipeError(

@@ -119,11 +119,14 @@ def read_conversations(data: str | Path, data_format: str = "auto") -> Conversat
 
     Answers may be empty: see `has_empty_answer`.
 
-    alpaca: "instruction", "output", and perhaps "input" and "history", a list of earlier questions
-    with their answers. sharegpt: "conversations" of "from" and "value", or "messages" of "role" and
-    "content", as OpenAI has them. prompt: "prompt" and "completion", two texts or two lists of
-    messages. All may have "system", "tools" and what else `fields` honours. Raises RecipeError
-    naming the file, the line and the field that is wrong, or can't be honoured.
+    * alpaca: "instruction", "output", and perhaps "input" and "history", a list of earlier
+      questions with their answers.
+    * sharegpt: "conversations" of "from" and "value", or "messages" of "role" and "content", as
+      OpenAI has them.
+    * prompt: "prompt" and "completion", two texts or two lists of messages.
+
+    All may have "system", "tools" and what else `fields` honours. Raises RecipeError naming the
+    file, the line and the field that is wrong, or can't be honoured.
     """
     return _read(read_records(str(data)), data_format)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations as tokens, once: each rank encodes its share, and later runs find the result.
 
-Rendering templates takes much longer than training's own loading, so large data is kept in the
+Rendering templates takes much longer than training's own loading. So large data is kept in the
 cache, under the digest of all that decides what the tokens are.
 """
 

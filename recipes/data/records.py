@@ -2,7 +2,7 @@
 """The records of a data set, each with the place it has there.
 
 JSON is read here, as an error must name its line, and a field may have other types in other
-records. All else is read by `datasets`, which keeps what it has read: one rank of a node reads it,
+records. All else is read by `datasets`, which keeps what it has read. One rank of a node reads it,
 and the others, and later runs, take that.
 """
 

@@ -160,8 +160,8 @@ class Chat:
     def _answer(self, index: int) -> tuple[int, int]:
         """Find where an answer lies in the text, with the end token behind it.
 
-        The template may say the same words, so they are not looked for: a mark in the place of the
-        last thing that is said shows where it goes.
+        The template may say the same words, so the answer's words are not looked for. A mark in the
+        place of the last thing that is said shows where that goes.
         """
         text, turn, after = self.text, self._turns[index], self._turns[index + 1 :]
         marked_turn, said = _with_mark(turn)

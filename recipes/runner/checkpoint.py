@@ -162,8 +162,8 @@ def load(engine: Engine, path: Path, process: Process, *, facts: Facts) -> dict[
     """Put the checkpoint into ``engine`` and give this rank's state back.
 
     Of more ranks than wrote it, the others get rank 0's without the random numbers. Collective.
-    Raises RecipeError, on every rank, for files that are missing or changed, and for a checkpoint
-    of other ``facts``, or of another number of ranks where the engine can't have that.
+    Raises RecipeError, on every rank, for files that are missing or changed. Raises it also for a
+    checkpoint of other ``facts``, or of another number of ranks where the engine can't have that.
     """
     saved_by = 0
     state: dict[str, Any] = {}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--compare``: two arms in the same processes, the samples they give, and their report.
 
-The arms take turns on the same batch, in the order stock-ours, ours-stock, stock-ours, ... so a
-machine that gets slower or faster with time treats both alike. A step is timed between two
-barriers of a third group: its time is that of the slowest rank, and includes one barrier in
-either arm. Ratios are formed per mirrored pair of steps: four neighbouring times, two of each arm
+The arms take turns on the same batch, in the order stock-ours, ours-stock, stock-ours and so on. So
+a machine that gets slower or faster with time treats both alike. A step is timed between two
+barriers of a third group: its time is that of the slowest rank, and includes one barrier in either
+arm. Ratios are formed per mirrored pair of steps. That is four neighbouring times, two of each arm
 on the same two batches, each arm once first and once second.
 """
 

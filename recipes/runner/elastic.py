@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Going on with another number of processes: the same examples in each step, the same steps.
 
-What a step trains on is a piece of the epoch's order that all ranks take together, so it depends on
-the product of processes, ``batch_size`` and ``accumulation`` alone. That stays as it was: each
-process takes more or fewer micro-batches instead. Random numbers of dropout do differ.
+A step trains on a piece of the epoch's order that all ranks take together. So the piece depends on
+the product of processes, ``batch_size`` and ``accumulation`` alone. The product stays as it was:
+each process takes more or fewer micro-batches instead. Random numbers of dropout do differ.
 """
 
 import dataclasses

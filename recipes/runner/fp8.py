@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """precision=fp8: training's large matrix products in 8-bit floats, by torchao.
 
-Inputs, weights and gradients are scaled to the range of float8 (e4m3, gradients e5m2) tensor by
-tensor, anew at each product (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). Weights,
-optimizer and checkpoints stay as they are, and the rest runs under autocast in bf16. It rounds more
-than bf16 does, so it is never chosen for anybody.
+Inputs, weights and gradients are scaled to the range of float8 (e4m3, gradients e5m2). The scales
+are found tensor by tensor, anew at each product (Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022). Weights, optimizer and checkpoints stay as they are, and the rest runs under
+autocast in bf16. It rounds more than bf16 does, so it is never chosen for anybody.
 """
 
 from typing import Any

@@ -117,8 +117,8 @@ def make_schedule(
 ) -> LambdaLR:
     """transformers' schedule of the name in ``options``, from behind step ``after`` on.
 
-    It begins one step late: no step is taken with a learning rate of 0, neither the first of the
-    warm-up nor the last of a decay.
+    It begins one step late, so that no step is taken with a learning rate of 0. Otherwise the first
+    step of the warm-up and the last of a decay would have that rate.
     """
     from transformers import get_scheduler
 

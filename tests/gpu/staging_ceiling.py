@@ -3,8 +3,8 @@
     python tests/gpu/staging_ceiling.py --gpus 4 --slot 1M --threads 4
 
 Every process moves its GPU's data through a few pinned slots in both directions, without waiting
-for anybody, while its threads add up slots in shared memory. Printed: GB/s of each direction over
-all GPUs, alone and together, without and with reducers, and the reducers' input GB/s.
+for anybody. Meanwhile its threads add up slots in shared memory. Printed: GB/s of each direction
+over all GPUs, alone and together, without and with reducers, and the reducers' input GB/s.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python tests/suites/peers.py CHECKOUT SUITE [--compile inductor] [--patience off] [--json FILE]
 
-CHECKOUT is a clone of the project at the version that is installed (see `SUITES`), or the folder of
-installed packages where a suite ships in one. Both arms run the same tests. The second has
-`import deepytorch` in every process and compute switched on at every seam. Tests that differ run
-once more in both, and count if they differ again. Ends with status 1 if any do.
+CHECKOUT is a clone of the project at the version that is installed (see `SUITES`). If a suite ships
+in an installed package, CHECKOUT is the folder of installed packages. Both arms run the same tests.
+The second has `import deepytorch` in every process and compute switched on at every seam. Tests
+that differ run once more in both, and count if they differ again. Ends with status 1 if any do.
 """
 
 from __future__ import annotations

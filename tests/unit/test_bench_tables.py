@@ -462,3 +462,17 @@ def test_public_scripts_have_a_table():
     assert "| karpathy/nanoGPT: nanogpt (small, 2 ranks) | 10.0 ms" in text
     assert "Times faster than stock" in text
     assert "1 runs with differing losses" in text
+    assert "Real tokens per second" not in text
+
+
+def test_tokens_per_second_have_a_table():
+    rates = {"per_s": 1759.4, "per_step": 6400.0, "matrix_share": 0.068}
+    ours = {**rates, "per_s": 15111.0, "matrix_share": 0.58}
+    peer = {"name": "packed, flex", "ms": [1.0] * 3, "tokens": {**rates, "per_s": 2241.0}}
+    tokens = {"matrix_tflops": 790.0, "stock": rates, "ours": ours, "second": ours}
+    record = script_row(tokens=tokens, peer=peer, stock_peak_gib=80.0, second_peak_gib=56.0)
+    text = tables.render({"scripts.jsonl": [record, script_row(script="other")]})
+    row = "| nanogpt | 1,759 | 15,111 | 15,111 | 2,241: packed, flex | 7%: 58% | 80.0: 56.0 |"
+    assert row in text
+    alone = tables.render({"scripts.jsonl": [{**record, "peer": None, "wrong": 1}]})
+    assert "| nanogpt | not claimed | not claimed | not claimed | not measured |" in alone

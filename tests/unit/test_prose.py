@@ -1,4 +1,4 @@
-"""The checker of prose finds fragments, and commit subjects that are too long."""
+"""The checker of prose finds fragments, long sentences and commit subjects that are too long."""
 
 from __future__ import annotations
 
@@ -51,6 +51,26 @@ def test_blocks_are_found_where_they_begin(prose: Any) -> None:
     native = list(prose.in_native(NATIVE))
     assert [line for line, text in native if prose.is_fragment(text)] == [1, 3]
     assert [line for line, _ in native] == [1, 3, 5]
+
+
+LONG = "One" + " word" * 25
+SAID = f"""Say {"so " * 24}.
+
+Args:
+    first: {"word " * 20}
+    second: `a name of {LONG}` counts once. {LONG}.
+"""
+
+
+def test_long_sentences_are_found(prose: Any) -> None:
+    assert [text for text in prose.sentences(SAID) if prose.is_long(text)] == [f"{LONG}."]
+    assert not prose.is_long("word " * 25)
+    assert list(prose.sentences("It ends. Then `x` comes; and more")) == [
+        *("It ends.", "Then `x` comes", "and more"),
+    ]
+    block = "\n".join(f"// {'word ' * 9}" for _ in range(3))
+    assert [prose.is_long(text) for _, text in prose.in_native(block)] == [True]
+    assert [prose.is_long(text) for _, text in prose.in_python(block.replace("//", "#"))] == [True]
 
 
 @pytest.mark.parametrize(

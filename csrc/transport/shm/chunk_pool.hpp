@@ -1,5 +1,6 @@
-// This process's registered memory on one device: chunks, each mapped at an offset of one range of
-// addresses, which peer processes map at the same offset of a range of their own (peer_chunks.hpp).
+// This process's registered memory on one device. It consists of chunks, each mapped at an offset
+// of one range of addresses. Peer processes map a chunk at the same offset of a range of their own
+// (peer_chunks.hpp).
 //
 // NOTE [Sharing] Nobody waits for a chunk to be shared. It is offered to every link, and is shared
 // once each of them has said that it is mapped there. Until then collectives treat it as ordinary

@@ -1,8 +1,9 @@
 // Passing file descriptors between processes of a node (SCM_RIGHTS).
 //
-// NOTE [Connections] Who connects makes a pair of sockets and sends one of them to the listener's
-// keyed socket, where no stranger takes a peer's room (NOTE [Key] in keyed_socket.hpp). The
-// listener's first word on it is its acceptance, by which the kernel tells whose process it is.
+// NOTE [Connections] A process that connects makes a pair of sockets and sends one of them to the
+// listener's keyed socket. No stranger takes a peer's room there (NOTE [Key] in keyed_socket.hpp).
+// The listener's first word on the sent socket is its acceptance, by which the kernel tells whose
+// process it is.
 #pragma once
 
 #include <chrono>

@@ -1,8 +1,8 @@
-// Host memory that local peers can reach without a copy ("registered"): a caching allocator over
-// one memfd per process, which peers map when they join a group (peer_pools.hpp).
+// Host memory that local peers can reach without a copy ("registered"). It is a caching allocator
+// over one memfd per process. Peers map the memfd when they join a group (peer_pools.hpp).
 //
-// NOTE [Sparse file] The file is as long as the machine's memory, and mapped once at that length,
-// so it never grows or moves and a peer maps it once too. That costs nothing but address space: a
+// NOTE [Sparse file] The file is as long as the machine's memory, and mapped once at that length.
+// So it never grows or moves, and a peer maps it once too. That costs nothing but address space: a
 // page exists from the first write to it, and neither the file nor the mapping reserves any before.
 //
 // NOTE [Pages] A freed block keeps its pages for the next one, as every caching allocator does: no

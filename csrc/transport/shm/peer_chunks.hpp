@@ -1,5 +1,5 @@
-// Maps a peer process's chunks of device memory here: into a range of addresses as long as the
-// peer's own, each chunk at its offset there. The range never moves, since kernels and captured
+// Maps a peer process's chunks of device memory here. They go into a range of addresses as long as
+// the peer's own, each chunk at its offset there. The range never moves, since kernels and captured
 // graphs keep its address.
 //
 // Thread safety: all functions from any thread.

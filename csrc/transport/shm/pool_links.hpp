@@ -1,9 +1,9 @@
-// The registered device memory of one process and of its peers: its pools, one per device, and the
-// links to the processes that it shares a group with.
+// The registered device memory of one process and of its peers. It consists of the process's pools,
+// one per device, and the links to the processes that it shares a group with.
 //
-// NOTE [Links] There is one link per pair of processes, made by the first group that both are in
-// and kept until one of them has left all of its groups. So a link that ends is a process that died
-// or left: then the others share what they have without it. Whether a pair has a link is
+// NOTE [Links] There is one link per pair of processes. The first group that both are in makes it,
+// and it is kept until one of them has left all of its groups. So a link that ends is a process
+// that died or left: then the others share what they have without it. Whether a pair has a link is
 // said by both sides at every `join`, and made anew unless both have it. Two groups that meet at
 // the same time may make two; a chunk may then be offered twice, and is mapped once.
 //

@@ -76,8 +76,8 @@ constexpr std::chrono::milliseconds kGraceForElsewhere{400};
 constexpr std::chrono::milliseconds kWritingLimit{200};
 
 // NOTE [Thread sanitizer] It knows memory by its address. Ranks that are threads, as in tests, see
-// the segment at an address each, so it can't tell that a barrier orders them, but registered
-// memory at one. So it is told, for all groups of the process together.
+// the segment at an address each, but registered memory at one. So the sanitizer can't tell that a
+// barrier orders them. It is told so, for all groups of the process together.
 #if defined(__SANITIZE_THREAD__)
 char sanitizer_token;
 void tell_sanitizer_of_arrival() { __tsan_release(&sanitizer_token); }
@@ -454,8 +454,9 @@ void Segment::beat() {
 
 std::chrono::milliseconds Segment::silent_for(int rank) const {
   const int64_t last = shared_->ranks[rank].heartbeat_ms.load(std::memory_order_relaxed);
-  // Not until now: what kept this rank's own beat back, a machine that stood still, may have kept
-  // back the peer's as well, which then comes before the next one here.
+  // Silence counts until this rank's last beat but one, not until now. A machine that stood still
+  // may have kept back this rank's beat and the peer's as well. The peer's beat then comes before
+  // the next one here.
   return std::chrono::milliseconds(std::max<int64_t>(0, beaten_before_ms_ - last));
 }
 

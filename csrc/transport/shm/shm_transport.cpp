@@ -208,10 +208,10 @@ std::vector<char*> map_pools(const ShmGroup& group,
 
 const Transport kShmTransport{"shm", why_not};
 
-// NOTE [One verdict] Attaching can fail on one rank alone (a security module, a descriptor limit),
-// and so can mapping the peers' pools (limited address space). Each rank publishes how it went and
-// reads what the others published, so that all of them take the native way, and all of them use
-// registered memory, or none does.
+// NOTE [One verdict] Attaching can fail on one rank alone (a security module, a descriptor limit).
+// So can mapping the peers' pools (limited address space). Each rank publishes how it went and
+// reads what the others published. So all ranks take the native way or none does. Likewise all
+// ranks use registered memory or none does.
 ShmConnection connect_shm(const ShmGroup& group, const WaitContext& wait) {
   ShmConnection connection;
   connection.own_pool = group.own_pool.hold();

@@ -1,6 +1,6 @@
-// Shared memory between processes of one node: a memfd made by the group's rank 0 and passed over
-// an abstract UNIX socket, so nothing ever appears in /dev/shm and its size limit does not matter.
-// With it go each rank's pidfd and the file of its memory pool.
+// Shared memory between processes of one node. It is a memfd made by the group's rank 0 and passed
+// over an abstract UNIX socket. So nothing ever appears in /dev/shm, and its size limit does not
+// matter. With the memfd go each rank's pidfd and the file of its memory pool.
 #pragma once
 
 #include <memory>

@@ -6,7 +6,7 @@
 //   server -> client  Welcome    so that the client knows that it was believed
 //
 // The secret is made anew for every group and goes through the rendezvous store. Messages have one
-// fixed size each, so nothing is allocated by what a stranger says, and begin with a magic number,
+// fixed size each, so nothing is allocated by what a stranger says. They begin with a magic number,
 // the protocol's version and their size. The payload that follows is not encrypted.
 #pragma once
 

@@ -50,8 +50,8 @@ std::optional<std::string> source_towards(const std::string& ip);
 
 using Route = std::function<std::optional<std::string>(const std::string& ip)>;
 
-// The own address that reaches a rank of every other node, given what each published: the one in a
-// network that all share, else the one the routes to most of them start from. Addresses that
+// The own address that reaches a rank of every other node, given what each published. It is the one
+// in a network that all share, else the one the routes to most of them start from. Addresses that
 // another node has too (bridges of container runtimes) lead nowhere and are passed over. Nothing
 // when no route leads there.
 std::optional<Interface> interface_towards(const std::vector<Interface>& own,

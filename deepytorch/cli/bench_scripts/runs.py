@@ -23,7 +23,7 @@ from deepytorch_core.compare.script_records import FIRST, SECOND
 MOST_STEPS = 1_000_000
 """A run takes no more steps; its time ends it long before."""
 PEER = "peer"
-"""The arm of `Script.peer`: it runs as long as stock does."""
+"""The arm of `Script.peer`: it runs as long as our first, since it may compile, too."""
 COMPARED_STEPS = 400
 """Losses are compared over so many steps at most."""
 _LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
@@ -119,7 +119,8 @@ def measure(
     if script.peer is not None and size == "full":
         theirs = _job(call(script, size, checkout, data, script.peer.arguments), limits, ranks)
         try:
-            peer = run(theirs, dataclasses.replace(arms[STOCK], name=PEER))
+            arm = dataclasses.replace(arms[STOCK], name=PEER, seconds=limits.seconds[1])
+            peer = run(theirs, arm)
         except CompareError as error:  # ours is measured all the same
             remarks.append(f"{script.peer.name}: {error}")
     samples += [run(job, arms[name]) for name in (FIRST, SECOND, *(STOCK, SECOND) * limits.rounds)]

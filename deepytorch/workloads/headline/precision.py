@@ -23,8 +23,9 @@ class Precision:
         self.frozen_dtype = (
             self._autocast if self.is_mixed and device.type == "cuda" else self.dtype
         )
-        # Less than the usual 65536, with which the first gradients overflow: torch's fused SGD, of
-        # the tuned arms, then goes on with a momentum that was never filled.
+        # The scale is less than the usual 65536, with which the first gradients overflow. After an
+        # overflow torch's fused SGD, of the tuned arms, goes on with a momentum that was never
+        # filled.
         is_used = self.is_mixed and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=is_used)
 

@@ -1,8 +1,9 @@
 """One process of `bench train --workload W --together`: a rank of plain and of ours' collectives.
 
-Processes that do the same differ by some percent for as long as they live, which is more than
-collectives do to a step that the host limits. Here both arms share the process: the same code on
-two models, one on a group of the baseline's and one on deepytorch's, in turns, block by block.
+Processes that do the same differ by some percent for as long as they live. That is more than
+collectives change a step that the host limits. Here both arms share the process, and run the same
+code on two models. One model is on a group of the baseline's and one on deepytorch's. They take
+turns, block by block.
 """
 
 from __future__ import annotations

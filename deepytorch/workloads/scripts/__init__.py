@@ -1,7 +1,8 @@
 """List public training scripts that `deepytorch bench scripts` runs as they are.
 
-The scripts are not here: they are read from checkouts. A row says where a script is from, how its
-documentation calls it, and makes data and models of random weights for it, without a network.
+The scripts are not here: they are read from checkouts. A row says where a script is from and how
+its documentation calls it. It also makes data and models of random weights for the script, without
+a network.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class TokenWork:
 class Script:
     """Describes one script with its arguments; each run trains until its time is over.
 
-    In arguments, the folder and variables, {data} stands for what `prepare` filled, {out} for a
-    folder that goes with the run, and {checkout} for the repository.
+    In arguments, the folder and variables, {data} stands for what `prepare` filled. There {out}
+    stands for a folder that goes with the run, and {checkout} for the repository.
 
     Args:
         name: of the row.

@@ -129,7 +129,7 @@ def _lora(rank: int) -> tuple[str, ...]:
 # Weights in bfloat16 and no recomputation, as the engines that it is compared with train it.
 _PLAIN = ("--dtype=bfloat16", "--gradient_checkpointing=False")
 _FULL = ("--learning_rate=2.0e-5",)
-_ALL_LINEAR = ("--lora_target_modules=all-linear",)
+_ALL_LINEAR = ("--lora_target_modules=all-linear", "--lora_dropout=0.0")
 _FLEX = "--attn_implementation=flex_attention"
 # The fastest of TRL's own ways: packed rows, whose attention skips what other rows have.
 _PACKED = Peer("TRL packed, flex attention", ("--packing=True", _FLEX))

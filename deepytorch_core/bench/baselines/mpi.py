@@ -1,7 +1,7 @@
 """Intel MPI from its Python package `impi-rt`, through mpi4py, on this machine's memory only.
 
-The ranks are started by its mpiexec: processes that joined later would be separate jobs to it,
-which do not use shared memory with each other. Pinning is off, so both arms get the same cores.
+Its mpiexec starts the ranks. Processes that joined later would be separate jobs to it, which do not
+use shared memory with each other. Pinning is off, so both arms get the same cores.
 """
 
 from importlib import metadata

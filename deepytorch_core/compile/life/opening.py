@@ -1,8 +1,8 @@
 """The first phase of a model under `auto`: steps are eager until the time to compile has come.
 
 The first step asks what the profile knows, which may end all. After a few more, ranks tell their
-pace, again and again in a patient run. The phase ends once the run has lasted long enough for what
-a trial takes of it, and everything that changes the model's passes is known.
+pace, again and again in a patient run. The phase ends under two conditions. The run has lasted long
+enough for what a trial takes of it, and everything that changes the model's passes is known.
 """
 
 from __future__ import annotations

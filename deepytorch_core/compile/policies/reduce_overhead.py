@@ -1,7 +1,7 @@
 """TorchInductor whose kernels are replayed as CUDA graphs.
 
-Only when asked for by name: outputs live in the graphs' memory, which the next step overwrites, so
-a script that keeps outputs over steps fails where eager does not.
+It is taken only when asked for by name. Outputs live in the graphs' memory, which the next step
+overwrites. So a script that keeps outputs over steps fails where eager does not.
 """
 
 from __future__ import annotations

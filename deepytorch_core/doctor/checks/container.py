@@ -14,8 +14,11 @@ _NEARLY_FULL = 0.92
 
 @dataclass(frozen=True)
 class ContainerFacts:
-    """The control group, version 1 or 2: CPUs' worth of time, the share of periods in which it was
-    cut off, memory in bytes, processes killed. CPUs and memory are None without a limit."""
+    """The control group, version 1 or 2, and what it limits.
+
+    There are CPUs' worth of time, the share of periods in which it was cut off, memory in bytes,
+    and the number of processes killed. CPUs and memory are None without a limit.
+    """
 
     allowed_cpus: int
     quota_cpus: float | None

@@ -10,7 +10,7 @@ from deepytorch_core.doctor.finding import Finding, fail, not_here, okay, warn
 from deepytorch_core.doctor.machine import Machine
 
 # The oldest driver that runs programs built with a CUDA of this major version, by minor version
-# compatibility (CUDA Toolkit release notes, table of driver versions).
+# compatibility. The source is the CUDA Toolkit release notes, table of driver versions.
 _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
 

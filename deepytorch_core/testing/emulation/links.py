@@ -1,7 +1,7 @@
 """Interfaces, addresses and rates inside the namespaces, set over netlink by pyroute2.
 
 Rates are the kernel's HTB. With a cap per flow, TCP flows are spread over leaves by bits 1 to 4 of
-both ports (bit 0 is left out: the kernel's own choice of ports prefers one parity). Flows with
+both ports. Bit 0 is left out, as the kernel's own choice of ports prefers one parity. Flows with
 equal bits share one cap: of the flows to one listener every sixteenth pair, so 8 flows carry 6.5
 caps on average.
 """

@@ -38,8 +38,8 @@ class Network:
         num_nodes: 1 to 64.
         setting: rates and the delay; none by default.
         only_ipv6: the nodes have no IPv4 addresses but the loopback's.
-        num_interfaces: of each node, eth0, eth1 and so on, each with a cable of its own and in a
-            network with all nodes' of that name. What is limited is each one's rate, and
+        num_interfaces: of each node, eth0, eth1 and so on. Each has a cable of its own and is in a
+            network with all nodes' interfaces of that name. Limits are for each one's rate.
             `set_link` and `set_blackhole` cut all of a node's.
 
     Raises EmulationError, naming what is missing, where nodes cannot be emulated.

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 PHASES = ("init", "between", "collective", "destroy")
 """Before the ranks meet; while nothing runs; in the middle of an all_reduce; while leaving."""
 
-# These may come of a fault. "error": every survivor gets one, in time, that names who is gone.
-# "recovers": all results stay right and nobody gets an error. "either": one of the two, the same on
-# every rank. "leaves": destroy_process_group returns in time, whatever the others do. "ends": every
-# survivor's process ends, and says why; where `Case.may_end` this is as good as an error.
+# These may come of a fault:
+#
+# - "error": every survivor gets one, in time, that names who is gone.
+# - "recovers": all results stay right and nobody gets an error.
+# - "either": "error" or "recovers", the same on every rank.
+# - "leaves": destroy_process_group returns in time, whatever the others do.
+# - "ends": every survivor's process ends, and says why. With `Case.may_end` this is as good as an
+#   error.
 OUTCOMES = ("error", "recovers", "either", "leaves", "ends")
 
 
