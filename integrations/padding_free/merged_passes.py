@@ -39,6 +39,11 @@ WHAT = "passes of micro-batches"
 _OF_BATCH = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 _STEPS = ("transformers.trainer", "trl.trainer.sft_trainer")
 _ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU")
+# These hooks on gradients of parameters wait for the last micro-batch, as passes do.
+_PATIENT_HOOKS = "deepspeed.runtime.zero.stage_1_and_2"
+# DeepSpeed's ZeRO up to this stage adds gradients up over ranks in the step's last backward pass.
+# Later ones communicate in each pass, and every rank would need as many.
+_MOST_STAGE = 1
 # Steps that are watched before passes are shared.
 WATCHED_STEPS = 2
 _PLAIN = (type(None), bool, int, float, str)
@@ -115,10 +120,26 @@ def _budget(model: Any) -> Fixed | None:
 def why_not_in(accelerator: Any) -> str | None:
     """Why micro-batches keep passes of their own under this Accelerator."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind == "DEEPSPEED":
+        return _why_not_under(accelerator.state.deepspeed_plugin)
     if kind not in _ALONE_OR_DDP:
-        return f"{kind} has passes of its own"
+        return f"{kind} communicates in each pass, and ranks may need different numbers of them"
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         return "gradients are added up over ranks for each micro-batch"
+    return None
+
+
+def _why_not_under(plugin: Any) -> str | None:
+    if plugin.zero_stage > _MOST_STAGE:
+        return (
+            f"ZeRO-{plugin.zero_stage} communicates in each pass, and ranks may need different "
+            "numbers of them"
+        )
+    if (
+        plugin.hf_ds_config.get_value("zero_optimization.offload_optimizer.device", "none")
+        != "none"
+    ):
+        return "DeepSpeed adds up each micro-batch's gradients in the host's memory"
     return None
 
 
@@ -152,13 +173,19 @@ def _why_not_trunk(model: Any) -> str | None:
     ):
         return "it has statistics of batches"
     if any(
-        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        not _is_patient(hook)
         for parameter in trunk.parameters()
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        for hook in (hooks or {}).values()
     ):
         return "there are hooks on its parameters' gradients"
     if seam.opened(trunk) is None:
         return "its trunk is compiled by the script"
     return None
+
+
+def _is_patient(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")) == _PATIENT_HOOKS
 
 
 class MergedPasses:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -28,9 +30,10 @@ from transformers import (
 import deepytorch
 from deepytorch.integrations.padding_free import apply as padding_free
 from deepytorch.integrations.padding_free import merged_passes
+from deepytorch.integrations.padding_free.merged_passes import WHAT
 from deepytorch.integrations.seams import arm as seams
 from deepytorch.integrations.transformers import pack_batches
-from deepytorch_core.base import config
+from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.base.patching import Patches
 from deepytorch_core.testing import rank_store, spawn_ranks
@@ -108,7 +111,7 @@ class Losses(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            self.seen += [logs["loss"], logs["grad_norm"]]
+            self.seen += [logs["loss"], logs.get("grad_norm") or 0.0]
 
 
 def trained(model: Any, folder: Path, *, kind: Any = Trainer, **more: Any) -> Any:
@@ -428,6 +431,74 @@ def of_two(rank: int, world_size: int, budget: int | str, folder: Path) -> Any:
         patches.undo()
         config._current = before
         dist.destroy_process_group()
+
+
+def under_deepspeed(rank: int, world_size: int, budget: int | str, stage: int, folder: Path) -> Any:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    before = config._current
+    config._current = Options(tokens_per_step=budget, log="error")
+    patches = Patches()
+    patches.replace(Trainer, "get_batch_samples", seams._gathering)
+    asked = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0,
+    }
+    try:
+        torch.manual_seed(0)
+        model = tied()
+        assert pack_batches(model, "on")
+        merged_passes.WATCHED_STEPS = 1
+        seen, weights = trained(model, folder, deepspeed=asked)
+        forward = padding_free.forward_of(model)
+        merged = None if forward is None else forward.merged
+        made = {record["reason"] for record in decisions.made() if record["what"] == WHAT}
+        return seen, weights, 0 if merged is None else merged.num_shared, made
+    finally:
+        patches.undo()
+        config._current = before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeed_counts_the_micro_batches_itself(
+    stage: int, tmp_path: Path, deepspeeds_ranks: dict[str, Any]
+) -> None:
+    apart = spawn_ranks(under_deepspeed, 2, "off", stage, tmp_path, **deepspeeds_ranks)
+    shared = spawn_ranks(under_deepspeed, 2, LARGE, stage, tmp_path, **deepspeeds_ranks)
+    assert [result[2] for result in shared] == ([3, 3] if stage < 2 else [0, 0])
+    if stage == 2:
+        assert "ZeRO-2 communicates in each pass" in str(shared[0][3])
+    for mine, theirs in zip(shared, apart, strict=True):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-4)
+        for name, weight in theirs[1].items():
+            torch.testing.assert_close(mine[1][name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("zero", "reason"),
+    [
+        ({"stage": 1}, None),
+        ({"stage": 0, "offload_optimizer": {"device": "none"}}, None),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "in the host's memory"),
+        ({"stage": 2}, "ZeRO-2 communicates in each pass"),
+        ({"stage": 3}, "ZeRO-3 communicates in each pass"),
+    ],
+)
+def test_deepspeeds_ways_that_can_not_wait_are_named(
+    zero: dict[str, Any], reason: str | None
+) -> None:
+    given = HfDeepSpeedConfig({"zero_optimization": zero})
+    plugin = SimpleNamespace(zero_stage=zero["stage"], hf_ds_config=given)
+    accelerator = SimpleNamespace(
+        distributed_type="DistributedType.DEEPSPEED", state=SimpleNamespace(deepspeed_plugin=plugin)
+    )
+    found = merged_passes.why_not_in(accelerator)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in str(found)
 
 
 def test_ranks_add_up_what_they_would_have_added_up(tmp_path: Path) -> None:
