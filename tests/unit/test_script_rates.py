@@ -95,8 +95,17 @@ def test_rates_need_tokens_of_every_run() -> None:
     assert unknown["stock"]["matrix_share"] is None
 
 
-def test_work_counts_the_weights_that_multiply() -> None:
-    work = SCRIPTS["trl-sft-llama-8b-lora"].work
+# Weights that multiply, as published, without the embeddings: in billions.
+WEIGHTS = {
+    **{"trl-sft-llama-8b-lora": 7.5, "trl-sft-qwen3-8b-lora": 7.57, "trl-sft-gemma3-4b": 3.88},
+    # 3.6 billion of gpt-oss-20b are active with 24 layers, 0.58 of them its head.
+    "trl-sft-gpt-oss-20b-6-layers": 0.58 + 6 / 24 * 3.02,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_work_counts_the_weights_that_multiply(name: str) -> None:
+    work = SCRIPTS[name].work
     assert work is not None
-    # Llama 3 8B has 8.03 billion weights, 0.53 of them in the embedding alone.
-    assert work.of_token == pytest.approx(4 * 7.5e9, rel=0.05)
+    per_weight = 4 if "lora" in name else 6
+    assert work.of_token == pytest.approx(per_weight * WEIGHTS[name] * 1e9, rel=0.05)
