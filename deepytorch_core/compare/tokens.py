@@ -18,7 +18,7 @@ from deepytorch_core.base.patching import Patches
 
 
 @dataclass(frozen=True)
-class Count:
+class TokenCount:
     """Say how many tokens batches have, and how many pairs of tokens of the same sequence.
 
     Causal attention computes with half of the pairs.
@@ -32,7 +32,7 @@ class TokenCounter:
     """Counts batches in this process; those that workers collate stay unknown."""
 
     def __init__(self) -> None:
-        self._batches: list[Count] = []
+        self._batches: list[TokenCount] = []
 
     def install(self, patches: Patches) -> None:
         """Watch what loaders collate from now on, until `patches` are undone."""
@@ -49,7 +49,7 @@ class TokenCounter:
 
         return fetched
 
-    def of_steps(self, steps: range, micro_batches: int) -> Count | None:
+    def of_steps(self, steps: range, micro_batches: int) -> TokenCount | None:
         """Return the count of steps, numbered from 0, that have so many micro-batches each.
 
         None where not all of their batches were seen.
@@ -58,10 +58,10 @@ class TokenCounter:
         if not steps or end > len(self._batches):
             return None
         batches = self._batches[first:end]
-        return Count(sum(each.tokens for each in batches), sum(each.pairs for each in batches))
+        return TokenCount(sum(each.tokens for each in batches), sum(each.pairs for each in batches))
 
 
-def count(batch: Any) -> Count | None:
+def count(batch: Any) -> TokenCount | None:
     """Count a batch of a language model's: None for anything else.
 
     Args:
@@ -81,5 +81,5 @@ def count(batch: Any) -> Count | None:
     return _of_lengths([ids.shape[-1]] * (ids.numel() // max(1, ids.shape[-1])))
 
 
-def _of_lengths(lengths: Sequence[int]) -> Count:
-    return Count(sum(map(int, lengths)), sum(int(length) ** 2 for length in lengths))
+def _of_lengths(lengths: Sequence[int]) -> TokenCount:
+    return TokenCount(sum(map(int, lengths)), sum(int(length) ** 2 for length in lengths))

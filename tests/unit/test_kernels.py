@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from typing import Any
 
@@ -75,12 +76,50 @@ def test_kernels_that_are_exact_stay_with_on_and_come_out_again() -> None:
 
 def test_kernels_that_compute_something_else_are_dropped() -> None:
     for mode in ("on", "auto"):
-        network = model(offset=1.0)
+        network = model(offset=0.5)
         assert not apply_kernels(KernelSetting(model=network, device=CPU), mode).names
         decision = made()["OwnRMSNorm(6)"]
         assert decision["chosen"] == "stock"
-        assert "differs by" in decision["dropped"]["torch"]
+        assert all("differs by" in why for why in decision["dropped"].values())
+        assert set(decision["dropped"]) == {"torch", "torch_offset"}
         assert not any("forward" in vars(layer) for layer in network)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "place",
+    ["gemma3.modeling_gemma3.Gemma3RMSNorm", "qwen3_next.modeling_qwen3_next.Qwen3NextRMSNorm"],
+)
+def test_norms_that_add_one_to_their_weight_have_a_kernel(place: str, dtype: torch.dtype) -> None:
+    module, _, name = place.rpartition(".")
+    norm = getattr(importlib.import_module(f"transformers.models.{module}"), name)(48).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():  # small ones, of which a sum in bfloat16 would keep little
+        norm.weight.copy_(0.02 * torch.randn(48, dtype=torch.float32, generator=generator))
+    stock = copy.deepcopy(norm)
+    network = nn.Sequential(norm)
+    assert apply_kernels(KernelSetting(model=network, device=CPU), "on").names == {
+        f"{name}(48)": "torch_offset"
+    }
+    x = torch.randn(3, 5, 48, dtype=torch.float32, generator=generator).to(dtype)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = network(ours), stock(theirs)
+    assert found.dtype == dtype
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-2}
+    torch.testing.assert_close(found, expected, **close)
+    gradient = torch.randn(3, 5, 48, dtype=torch.float32, generator=generator).to(dtype)
+    found.backward(gradient)
+    expected.backward(gradient)
+    torch.testing.assert_close(ours.grad, theirs.grad, **close)
+    torch.testing.assert_close(norm.weight.grad, stock.weight.grad, **close)
+    if dtype == torch.bfloat16:  # as near to float64 as stock is
+        wide = copy.deepcopy(stock).double()
+        exact = (
+            (1 + wide.weight)
+            * x.double()
+            * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        )
+        assert (found - exact).abs().mean() <= 1.01 * (expected - exact).abs().mean()
 
 
 def test_kernels_off_looks_at_nothing() -> None:

@@ -14,7 +14,7 @@ from deepytorch.workloads.scripts import SCRIPTS
 from deepytorch_core.base.patching import Patches
 from deepytorch_core.compare.result import Sample
 from deepytorch_core.compare.script_rates import Rates, told
-from deepytorch_core.compare.tokens import Count, TokenCounter, count
+from deepytorch_core.compare.tokens import TokenCount, TokenCounter, count
 
 SAMPLE = Sample(
     **{"arm": "stock", "steps": 9, "is_complete": True, "block_s": (0.5, 1.5), "setup_s": 1.0},
@@ -30,16 +30,16 @@ def ids(*rows: list[int]) -> Tensor:
 
 def test_padding_is_no_token() -> None:
     batch = {"input_ids": ids([1, 2, 3], [4, 0, 0]), "attention_mask": ids([1, 1, 1], [1, 0, 0])}
-    assert count(batch) == Count(tokens=4, pairs=9 + 1)
+    assert count(batch) == TokenCount(tokens=4, pairs=9 + 1)
 
 
 def test_packed_rows_end_where_positions_begin_anew() -> None:
     batch = {"input_ids": ids([1, 2, 3, 4, 5]), "position_ids": ids([0, 1, 2, 0, 1])}
-    assert count(batch) == Count(tokens=5, pairs=9 + 4)
+    assert count(batch) == TokenCount(tokens=5, pairs=9 + 4)
 
 
 def test_full_rows_need_no_mask_and_images_are_no_tokens() -> None:
-    assert count({"input_ids": ids([1, 2], [3, 4])}) == Count(tokens=4, pairs=8)
+    assert count({"input_ids": ids([1, 2], [3, 4])}) == TokenCount(tokens=4, pairs=8)
     assert count({"pixel_values": ids([1])}) is None
     assert count([ids([1])]) is None
 
@@ -56,8 +56,8 @@ def test_steps_have_the_tokens_of_their_micro_batches() -> None:
             pass
     finally:
         patches.undo()
-    assert counter.of_steps(range(1, 3), 2) == Count(3 + 4 + 5 + 6, 9 + 16 + 25 + 36)
-    assert counter.of_steps(range(3, 4), 2) == Count(7 + 8, 49 + 64)
+    assert counter.of_steps(range(1, 3), 2) == TokenCount(3 + 4 + 5 + 6, 9 + 16 + 25 + 36)
+    assert counter.of_steps(range(3, 4), 2) == TokenCount(7 + 8, 49 + 64)
     assert counter.of_steps(range(3, 5), 2) is None
     assert counter.of_steps(range(0), 2) is None
     for _ in DataLoader(rows(), batch_size=1):  # type: ignore[arg-type]

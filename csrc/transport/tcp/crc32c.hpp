@@ -1,5 +1,5 @@
 // CRC-32C (Castagnoli, RFC 3720): the checksum of messages between nodes, where it is asked for. It
-// stays our own: no library in the build has it (zlib's is CRC-32), and the processor does the work.
+// stays our own: no library in the build has it, and the processor does the work.
 #pragma once
 
 #include <cstddef>

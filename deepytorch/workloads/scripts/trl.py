@@ -16,7 +16,7 @@ _Shape = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Model:
+class LanguageModel:
     """Describes a language model of transformers.
 
     Args:
@@ -39,7 +39,7 @@ _SMALL: _Shape = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512},
     **{"max_position_embeddings": 2048},
 }
-_LLAMA_1B = Model(
+_LLAMA_1B = LanguageModel(
     "llama",
     {
         **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
@@ -48,7 +48,7 @@ _LLAMA_1B = Model(
     },
     {"tie_word_embeddings": True},
 )
-_LLAMA_8B = Model(
+_LLAMA_8B = LanguageModel(
     "llama",
     {
         **{"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32},
@@ -56,7 +56,7 @@ _LLAMA_8B = Model(
         **{"max_position_embeddings": 8192, "rope_theta": 500_000.0},
     },
 )
-_QWEN3_8B = Model(
+_QWEN3_8B = LanguageModel(
     "qwen3",
     {
         **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36},
@@ -65,7 +65,7 @@ _QWEN3_8B = Model(
     },
     {"head_dim": 8},
 )
-_GEMMA3_4B = Model(
+_GEMMA3_4B = LanguageModel(
     "gemma3_text",
     {
         **{"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34},
@@ -75,7 +75,7 @@ _GEMMA3_4B = Model(
     {"head_dim": 8, "sliding_window": 16},
 )
 # Six of its 24 layers: an optimizer's states of all would not fit one GPU.
-_GPT_OSS_20B = Model(
+_GPT_OSS_20B = LanguageModel(
     "gpt_oss",
     {
         **{"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 6},
@@ -109,7 +109,7 @@ def _build(folder: Path, fields: _Shape, kind: str) -> None:
     torch.cuda.empty_cache()  # runs of the script need it
 
 
-def _sft(model: Model) -> Prepare:
+def _sft(model: LanguageModel) -> Prepare:
     def prepare(folder: Path, size: Size) -> None:
         _build(folder / "model", model.fields(size), model.kind)
         rows, longest = (6_000, 1024) if size == "full" else (64, 32)
@@ -132,7 +132,7 @@ def _dpo(folder: Path, size: Size) -> None:
     text.write_rows(folder / "rows" / "train.jsonl", written)
 
 
-def work_of(model: Model, *, rank: int = 0) -> TokenWork:
+def work_of(model: LanguageModel, *, rank: int = 0) -> TokenWork:
     """Count operations of full training or, with a rank, of LoRA on all linear layers.
 
     A weight takes part in two operations forwards, and in two for each gradient: its input's and,
@@ -174,12 +174,14 @@ def _row(name: str, path: str, prepare: Prepare, *more: str, batch: int = 8) -> 
     )
 
 
-def _sft_row(name: str, model: Model, *more: str, batch: int = 8) -> Script:
+def _sft_row(name: str, model: LanguageModel, *more: str, batch: int = 8) -> Script:
     path = "trl/scripts/sft.py"
     return _row(f"trl-sft-{name}", path, _sft(model), *more, *_PLAIN, batch=batch)
 
 
-def _measured(script: Script, model: Model, *, rank: int = 0, peer: Peer | None = None) -> Script:
+def _measured(
+    script: Script, model: LanguageModel, *, rank: int = 0, peer: Peer | None = None
+) -> Script:
     """Let the row tell rates, beside the fastest of TRL's own ways."""
     return replace(script, work=work_of(model, rank=rank), peer=peer or _PACKED)
 

@@ -1,7 +1,7 @@
 """RMSNorm: models write it as half a dozen operations, torch has it as one.
 
 Any module counts whose class is called ...RMSNorm, with one weight and an epsilon. Whether its
-arithmetic is the usual one (Gemma adds 1 to the weight) is for the comparison to find out.
+arithmetic is the usual one, or adds 1 to the weight as Gemma's, is for the comparison to find out.
 """
 
 from __future__ import annotations
@@ -103,3 +103,28 @@ class TorchRMSNorm(Kernel):
 def _rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     weight: Any = module.weight
     return F.rms_norm(x, (weight.shape[0],), weight, epsilon(module))
+
+
+@register_kernel
+class TorchOffsetRMSNorm(Kernel):
+    """The same with 1 added to the weight, as in Gemma, Qwen3-Next and Qwen3.5.
+
+    These multiply in float32, and round once. In bfloat16 the sum would lose all but seven bits of
+    a small weight. So the kernel gets float32, and the conversions around it are two more.
+    """
+
+    kind = KIND
+    name = "torch_offset"
+
+    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
+        return _forward.why_not(place.targets)
+
+    def apply(self, target: nn.Module, setting: KernelSetting) -> Undo:
+        return _forward.replace(target, _offset_rms_norm)
+
+
+def _offset_rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight: Any = module.weight
+    wide = x if x.dtype == torch.float64 else x.float()
+    factor = 1.0 + weight.to(wide.dtype)
+    return F.rms_norm(wide, (weight.shape[0],), factor, epsilon(module)).to(x.dtype)
