@@ -106,18 +106,14 @@ def _rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @register_kernel
-class TorchOffsetRMSNorm(Kernel):
+class TorchOffsetRMSNorm(TorchRMSNorm):
     """The same with 1 added to the weight, as in Gemma, Qwen3-Next and Qwen3.5.
 
     These multiply in float32, and round once. In bfloat16 the sum would lose all but seven bits of
     a small weight. So the kernel gets float32, and the conversions around it are two more.
     """
 
-    kind = KIND
     name = "torch_offset"
-
-    def why_not(self, place: KernelPlace, setting: KernelSetting) -> str | None:
-        return _forward.why_not(place.targets)
 
     def apply(self, target: nn.Module, setting: KernelSetting) -> Undo:
         return _forward.replace(target, _offset_rms_norm)
