@@ -53,15 +53,28 @@ class Shapes:
         self._watched: list[int] = []
         self._ratio: float | None = None
         self._num_sequences = 0
+        self._longest_row = 0  # of those that came packed
 
-    def fit(self, num_tokens: int, num_sequences: int, longest: int) -> Shape:
+    def fit(
+        self, num_tokens: int, num_sequences: int, longest: int, *, is_row: bool = False
+    ) -> Shape:
         """The shape for a batch of so many tokens and sequences.
 
         With a limit, its `num_sequences` are as many as any batch has, and enough for the filling
         in sequences of `max_length` at most.
+
+        Args:
+            num_tokens: of the batch.
+            num_sequences: of the batch.
+            longest: tokens of its longest sequence.
+            is_row: whether it came packed. Such rows are about as long as each other, and hold
+                ever other numbers of sequences, so powers of two stand for these.
         """
         limit = self.limit
         self._longest = max(self._longest, longest)
+        if is_row:
+            self._longest_row = max(self._longest_row, num_tokens)
+            num_sequences = _power_of_two(num_sequences)
         self._num_sequences = max(self._num_sequences, num_sequences)
         is_watching = len(self._watched) < _NUM_WATCHED
         if is_watching:
@@ -69,7 +82,8 @@ class Shapes:
         self.are_few = limit is not None and not (is_watching and self._waits)
         if limit is None or not self.are_few:
             return Shape(num_tokens, num_sequences, _power_of_two(self._longest))
-        largest = _rounded(max(self._num_sequences * self._longest, num_tokens))
+        most = self._longest_row if is_row else self._num_sequences * self._longest
+        largest = _rounded(max(most, num_tokens))
         if is_watching:
             return self._shape(largest)
         if self._ratio is None:

@@ -8,29 +8,28 @@ collated is what the model gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import contract
 
+# Those that tell where sequences begin and end, and what is trained.
+_NOTED = ("attention_mask", "labels", "position_ids", "cu_seq_lens_q")
 
-@dataclass(frozen=True)
-class _Moved:
-    """A batch that was moved, and its tensors since."""
 
-    mask: Tensor  # [batch, width] on the CPU, as are the labels
-    labels: Tensor | None
-    version: int  # of the mask on the device
-    moved_labels: tuple[WeakIdRef, int] | None  # and their version
+class _Moved(NamedTuple):
+    """A tensor before it was moved."""
+
+    before: Tensor  # on the CPU
+    versions: tuple[int, int]  # of it and of the one on the device
 
 
 _moved: Any = WeakTensorKeyDictionary()
 
 
-_WHY = "masks of batches are known on the host, so that packing waits for no device"
+_WHY = "lengths of batches are known on the host, so that packing waits for no device"
 _OPTION = "DEEPYTORCH_PADDING_FREE=off"
 
 
@@ -41,47 +40,41 @@ def install(changes: contract.Changes) -> None:
     changes.replace(data_loader, "send_to_device", _noting, why=_WHY, option=_OPTION)
 
 
-def find(mask: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-    """Mask and labels on the CPU, if these are the very ones that were moved; else None."""
-    moved = _moved.get(mask)
-    if moved is None or mask._version != moved.version:
+def find(tensor: Tensor) -> Tensor | None:
+    """Return the tensor as it was on the CPU; None if it was not noted, or was changed since."""
+    moved = _moved.get(tensor)
+    if moved is None or (moved.before._version, tensor._version) != moved.versions:
         return None
-    if labels is None:
-        return moved.mask, None
-    if moved.moved_labels is None:
-        return None
-    reference, version = moved.moved_labels
-    if reference() is not labels or labels._version != version:
-        return None
-    return moved.mask, moved.labels
+    before: Tensor = moved.before
+    return before
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the same, or a copy for which the tensor's device is waited for."""
+    found = find(tensor)
+    return tensor.detach().to("cpu") if found is None else found
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
     def send_to_device(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         before = _of(tensor)  # whose own mapping may be changed
         after = original(tensor, *args, **kwargs)
-        if before is not None:
-            _note(before, _of(after))
+        moved = _of(after)
+        for name in before.keys() & moved.keys():
+            _note(before[name], moved[name])
         return after
 
     return send_to_device
 
 
-def _of(batch: Any) -> tuple[Tensor, Tensor | None] | None:
-    """A batch's mask and labels."""
+def _of(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch that are noted."""
     if not isinstance(batch, Mapping):
-        return None
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if not isinstance(mask, Tensor) or not isinstance(labels, Tensor | None):
-        return None
-    return mask, labels
+        return {}
+    noted = {name: batch.get(name) for name in _NOTED}
+    return {name: value for name, value in noted.items() if isinstance(value, Tensor)}
 
 
-def _note(before: tuple[Tensor, Tensor | None], after: tuple[Tensor, Tensor | None] | None) -> None:
-    if after is None or before[0].device.type != "cpu" or after[0].device.type == "cpu":
-        return
-    (mask, labels), (moved, moved_labels) = before, after
-    reference = None
-    if labels is not None and moved_labels is not None:
-        reference = (WeakIdRef(moved_labels), moved_labels._version)
-    _moved[moved] = _Moved(mask, labels, moved._version, reference)
+def _note(before: Tensor, after: Tensor) -> None:
+    if before.device.type == "cpu" and after.device.type != "cpu":
+        _moved[after] = _Moved(before, (before._version, after._version))

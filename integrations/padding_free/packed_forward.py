@@ -7,7 +7,6 @@ model runs with its own attention on the padded batch.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import weakref
 from collections import OrderedDict
@@ -32,7 +31,14 @@ from deepytorch_core.data import Packing, Shapes, full, plan
 from deepytorch_core.data.shapes import Shape
 from deepytorch_core.nn.deferred_logits import apart
 
-from . import fused_head, merged_passes, packed_attention, packed_rows, unpacked_output
+from . import (
+    foreign_hooks,
+    fused_head,
+    merged_passes,
+    packed_attention,
+    packed_rows,
+    unpacked_output,
+)
 from .keys import BATCH_KEY
 from .merged_passes import MergedPasses
 
@@ -204,10 +210,10 @@ class PackedForward:
             is_packed, kwargs = True, {**kwargs, **found}
         if is_packed:
             kwargs = {**kwargs, packed_attention.PACKED: True}
-        if planned is None and self._is_bare(call):
-            masked = {**call, "attention_mask": torch.ones_like(call["input_ids"])}
-            if self._obstacle(masked) is None:
-                call, planned = masked, full(call["input_ids"])
+        is_row = False  # that somebody has packed, and is filled up
+        if planned is None and (bare := self._bare(call, is_packed)) is not None:
+            is_row, is_packed = call.get("position_ids") is not None, False
+            call, planned = bare
         generates = bool(call.get("use_cache")) and not torch.is_grad_enabled()
         is_padded = call.get("attention_mask") is not None and not is_packed and not generates
         if not self.model.training or not is_padded:
@@ -216,7 +222,7 @@ class PackedForward:
                 packed_attention.enter_packed()
             self._goes_apart(outer)
             self._calls.append(None)
-            self.num_tokens, self.are_few = None, bool(self.shapes.limit)
+            self.num_tokens, self.are_few = None, bool(self.shapes.limit) and not is_packed
             return args, kwargs
         obstacle = self._is_read or self._obstacle(call) or self._foreign_hook()
         packing = None
@@ -230,7 +236,10 @@ class PackedForward:
             self.num_tokens, self.are_few = None, False
             return args, kwargs
         self.num_tokens, self.are_few = packing.num_tokens, bool(self.shapes.limit)
-        shared = None if self.merged is None else self._shared(self.merged, outer, call, packing)
+        if is_row:
+            self._goes_apart(outer)
+        merged = None if is_row else self.merged
+        shared = None if merged is None else self._shared(merged, outer, call, packing)
         if shared is None and self._stays(packing):
             self._calls.append(None)
             self._expect(packing, packing.num_tokens)
@@ -308,19 +317,26 @@ class PackedForward:
         say_once(f"padding-free: {type(self.model).__name__}: {CONTAMINATED}", level="warning")
         return {}
 
-    def _is_bare(self, call: dict[str, Any]) -> bool:
-        """Whether it is a batch without a mask, to be replayed by a causal model; see `_stays`."""
-        ids, others = call.get("input_ids"), ("attention_mask", "position_ids", "cu_seq_lens_q")
-        return (
-            bool(self.shapes.limit)
-            and self.conventions.shifted
-            and self.model.training
-            and torch.is_grad_enabled()
-            and isinstance(ids, Tensor)
-            and ids.dim() == 2
-            and ids.numel() > 0
-            and all(call.get(name) is None for name in others)
-        )
+    def _bare(self, call: dict[str, Any], is_packed: bool) -> tuple[dict[str, Any], Packing] | None:
+        """A call without a mask as one with it, and its plan, to be replayed by a causal model.
+
+        That is a batch without padding, see `_stays`, or a row that somebody else has packed.
+        """
+        ids: Any = call.get("input_ids")
+        is_replayed = bool(self.shapes.limit) and self.conventions.shifted
+        is_trained = self.model.training and torch.is_grad_enabled()
+        is_batch = isinstance(ids, Tensor) and ids.dim() == 2 and ids.numel() > 0
+        if not (is_replayed and is_trained and is_batch) or call.get("attention_mask") is not None:
+            return None
+        packing: Packing | None = None
+        if all(call.get(name) is None for name in ("position_ids", "cu_seq_lens_q")):
+            packing = full(ids)
+        elif not (self._is_read or self._foreign_hook()):
+            packing = packed_rows.planned(call)
+            if packing is not None and len(packing.lengths) > 1 and not is_packed:
+                return None  # its sequences see each other
+        masked = packed_rows.as_padded(call)
+        return (masked, packing) if packing and self._obstacle(masked) is None else None
 
     def _stays(self, packing: Packing) -> bool:
         """Whether the batch has no padding; where shapes are few, batches of one shape alone.
@@ -338,8 +354,9 @@ class PackedForward:
         """Why the batch must stay padded: somebody looks into the model, and would see one row."""
         for name, hooks in self._hooks:
             for hook in hooks.values() if hooks else ():
-                if _is_foreign(hook):
-                    return f"{_name_of(hook)} is a hook on {name}, which would see one packed row"
+                if foreign_hooks.is_foreign(hook):
+                    hooked = f"{foreign_hooks.name_of(hook)} is a hook on {name}"
+                    return f"{hooked}, which would see one packed row"
         return None
 
     def _expect(self, packing: Packing, row: int) -> None:
@@ -366,8 +383,10 @@ class PackedForward:
         mask, labels, ids = call["attention_mask"], call.get("labels"), call["input_ids"]
         if planned is None or planned.shape != tuple(ids.shape):
             # Else it waits for the device: nobody has the tokens on the CPU.
-            on_host = moved_batches.find(mask, labels) or (mask, labels)
-            planned = plan_of(*on_host, shifted=self.conventions.shifted)
+            on_host = [None if t is None else moved_batches.find(t) for t in (mask, labels)]
+            known = mask if on_host[0] is None else on_host[0]
+            targets = labels if on_host[1] is None else on_host[1]
+            planned = plan_of(known, targets, shifted=self.conventions.shifted)
         elif planned.obstacle is None:
             planned = planned.to(ids.device, non_blocking=True)
             if not self._is_unchanged(planned, mask, labels):
@@ -487,10 +506,11 @@ class PackedForward:
 
     def _fit(self, packing: Packing) -> Shape:
         """Within a backward pass, where an activation checkpoint is computed again, as before."""
-        batch = (packing.num_tokens, packing.shape[0], packing.longest)
+        num_rows, num_sequences = packing.shape[0], len(packing.lengths)
+        batch = (packing.num_tokens, max(num_rows, num_sequences), packing.longest)
         is_again = torch._C._current_graph_task_id() != -1
         if not is_again or batch not in self._fitted:
-            self._fitted[batch] = self.shapes.fit(*batch)
+            self._fitted[batch] = self.shapes.fit(*batch, is_row=num_sequences > num_rows)
             self._fitted.move_to_end(batch)
             if len(self._fitted) > _MOST_FITTED:
                 self._fitted.popitem(last=False)
@@ -563,25 +583,3 @@ def _in_autocast_of_now(kind: str) -> Callable[[Callable[[], Any]], Any]:
             return forward()
 
     return run
-
-
-# Hooks of these take a row as they take a batch: wrappers', and those that ask for gradients.
-_WRAPPERS = {"torch", "deepspeed", "accelerate", "transformers", "peft"}
-_WRAPPERS |= {"deepytorch", "deepytorch_core"}
-
-
-def _is_foreign(hook: Any) -> bool:
-    module = getattr(_function_of(hook), "__module__", None) or ""
-    is_wrappers = module.partition(".")[0] in _WRAPPERS
-    return not is_wrappers or "neftune" in f"{module} {_name_of(hook)}".lower()
-
-
-def _name_of(hook: Any) -> str:
-    function = _function_of(hook)
-    return getattr(function, "__qualname__", None) or type(hook).__name__
-
-
-def _function_of(hook: Any) -> Any:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return hook if hasattr(hook, "__qualname__") else type(hook)

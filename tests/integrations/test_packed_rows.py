@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from deepytorch.integrations.common.hook import Hook
 from deepytorch.integrations.padding_free import apply as padding_free
 from deepytorch.integrations.padding_free import packed_rows
 from deepytorch.integrations.transformers import pack_batches
 from deepytorch_core.base import decisions
+from deepytorch_core.compile import capture
 
 LENGTHS = (5, 1, 9, 3)
 
@@ -37,10 +40,10 @@ def qwen3() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**shape, **heads))
 
 
-def row(seed: int) -> dict[str, torch.Tensor]:
+def row(seed: int, lengths: Sequence[int] = LENGTHS) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, 67, (1, sum(LENGTHS)), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    ids = torch.randint(5, 67, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {
         "input_ids": ids,
         "position_ids": positions,
@@ -129,3 +132,80 @@ def test_one_sequence_and_padded_batches_have_no_bounds() -> None:
     found = packed_rows.by_position(row(0))
     assert found["cu_seq_lens_q"].tolist() == [0, 5, 6, 15, 18]
     assert found["max_length_q"] == 9
+
+
+ROWS = [(5, 1, 9, 3), (7, 8), (18,), (4, 4, 4, 2, 3), (2, 1, 1, 9, 3, 2), (9, 9)] * 4
+Row = dict[str, torch.Tensor]
+
+
+def with_bounds(row: Row) -> Row:
+    """The row as flash attention's callers give it."""
+    starts = (row["position_ids"][0] == 0).nonzero().flatten()
+    ends = torch.cat([starts, torch.tensor([row["position_ids"].numel()])]).to(torch.int32)
+    longest = int(ends.diff().max())
+    return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} | _longest(longest)
+
+
+def _longest(length: int) -> Any:
+    return {"max_length_q": length, "max_length_k": length}
+
+
+def gradients(model: Any, make: Callable[[Row], Row]) -> Iterator[tuple[float, Any, Any]]:
+    for seed, lengths in enumerate(ROWS):
+        output = model.train()(**make(row(seed, lengths)), use_cache=False)
+        found = torch.autograd.grad(output.loss, list(model.parameters()))
+        yield output.loss.item(), found, output.logits.detach()
+
+
+@pytest.mark.parametrize("make", [dict, with_bounds])
+def test_rows_have_few_shapes_where_passes_are_replayed(make: Any, masks: list[int]) -> None:
+    torch.manual_seed(0)
+    model = llama().double()
+    stock = copy.deepcopy(model)
+    assert pack_batches(model)
+    shapes = []
+
+    def look(_: Any, __: Any, given: dict[str, Any]) -> None:
+        ends = given["cu_seq_lens_q"]
+        longest = given["max_length_q"]
+        shapes.append((*given["position_ids"].shape, *ends.shape, longest))
+        assert int(ends[-1]) == given["position_ids"].shape[1]
+        assert int(ends.diff().max()) <= longest
+
+    model.model.register_forward_pre_hook(Hook(look), with_kwargs=True)
+    capture.use_few_sizes(model, True, by="test")
+    masks.clear()
+    mine = list(gradients(model, make))
+    assert masks == []
+    sizes = capture.sizes_of(model)
+    assert sizes is not None
+    assert sizes.are_few
+    assert len(set(shapes[12:])) <= 3
+    for (loss, found, logits), (its_loss, expected, its_logits) in zip(
+        mine, gradients(stock, dict), strict=True
+    ):
+        assert loss == pytest.approx(its_loss, rel=1e-6)
+        torch.testing.assert_close(logits, its_logits, rtol=1e-6, atol=1e-8)
+        for one, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_that_see_each_other_in_stock_stay_so_where_passes_are_replayed() -> None:
+    torch.manual_seed(0)
+    model = llama().double()
+    expected = trained(copy.deepcopy(model), use_cache=True)
+    assert pack_batches(model)
+    capture.use_few_sizes(model, True, by="test")
+    assert trained(model, use_cache=True)[0] == pytest.approx(expected[0], rel=1e-9)
+
+
+def test_a_row_with_more_than_can_be_filled_has_not_one_of_few_shapes() -> None:
+    torch.manual_seed(0)
+    model = llama().double()
+    assert pack_batches(model)
+    capture.use_few_sizes(model, True, by="test")
+    sizes = capture.sizes_of(model)
+    assert sizes is not None
+    given = with_bounds(row(0))
+    model.train()(**given, use_cache=False, seq_idx=given["position_ids"].to(torch.int32))
+    assert not sizes.are_few

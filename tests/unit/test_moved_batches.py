@@ -34,14 +34,10 @@ def test_a_moved_batch_is_found_as_it_was_on_the_cpu(kind: Any) -> None:
     given, expected = batch(kind), batch()
     moved = data_loader.send_to_device(given, META)
     assert moved["labels"].device == META
-    found = moved_batches.find(moved["attention_mask"], moved["labels"])
-    assert found is not None
-    assert torch.equal(found[0], expected["attention_mask"])
-    assert found[1] is not None
-    assert torch.equal(found[1], expected["labels"])
-    without = moved_batches.find(moved["attention_mask"], None)
-    assert without is not None
-    assert without[1] is None
+    for name, expected_one in expected.items():
+        found = moved_batches.find(moved[name])
+        assert found is not None
+        assert torch.equal(found, expected_one)
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
@@ -58,7 +54,26 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 def test_a_changed_batch_is_not_found(change: Callable[[dict[str, Tensor]], Any]) -> None:
     moved = data_loader.send_to_device(batch(), META)
     change(moved)
-    assert moved_batches.find(moved["attention_mask"], moved["labels"]) is None
+    assert None in [moved_batches.find(tensor) for tensor in moved.values()]
+
+
+def test_a_batch_whose_memory_is_used_again_is_not_found() -> None:
+    given = batch()
+    moved = data_loader.send_to_device(given, META)
+    given["labels"].fill_(3)
+    assert moved_batches.find(moved["labels"]) is None
+    assert moved_batches.find(moved["attention_mask"]) is not None
+
+
+def test_where_sequences_begin_is_noted() -> None:
+    row = {
+        "input_ids": torch.tensor([[5, 6, 7]]),
+        "position_ids": torch.tensor([[0, 1, 0]]),
+        "cu_seq_lens_q": torch.tensor([0, 2, 3], dtype=torch.int32),
+    }
+    moved = data_loader.send_to_device(row, META)
+    for name in ("position_ids", "cu_seq_lens_q"):
+        assert moved_batches.on_host(moved[name]).tolist() == row[name].tolist()
 
 
 def test_what_is_no_batch_is_moved_all_the_same() -> None:
@@ -66,8 +81,7 @@ def test_what_is_no_batch_is_moved_all_the_same() -> None:
         data_loader.send_to_device(given, META)
     only_mask = {"attention_mask": torch.ones(1, 2)}
     moved = data_loader.send_to_device(only_mask, META)
-    assert moved_batches.find(moved["attention_mask"], None) is not None
-    assert moved_batches.find(moved["attention_mask"], torch.ones(1, 2)) is None
+    assert moved_batches.find(moved["attention_mask"]) is not None
     on_host = batch()
     data_loader.send_to_device(on_host, torch.device("cpu"))
-    assert moved_batches.find(on_host["attention_mask"], on_host["labels"]) is None
+    assert moved_batches.find(on_host["attention_mask"]) is None
