@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -224,7 +224,8 @@ class PackedForward:
             self._calls.append(None)
             self.num_tokens, self.are_few = None, bool(self.shapes.limit) and not is_packed
             return args, kwargs
-        obstacle = self._is_read or self._obstacle(call) or self._foreign_hook()
+        # Nothing keeps a row from it: that was asked already.
+        obstacle = None if is_row else self._hindrance(call)
         packing = None
         if obstacle is None:
             packing = self._packing(call, planned)
@@ -336,7 +337,9 @@ class PackedForward:
             if packing is not None and len(packing.lengths) > 1 and not is_packed:
                 return None  # its sequences see each other
         masked = packed_rows.as_padded(call)
-        return (masked, packing) if packing and self._obstacle(masked) is None else None
+        if packing is None or self._obstacle(packed_rows.without_numbers(masked)) is not None:
+            return None
+        return masked, packing
 
     def _stays(self, packing: Packing) -> bool:
         """Whether the batch has no padding; where shapes are few, batches of one shape alone.
@@ -349,6 +352,10 @@ class PackedForward:
         if not self.shapes.limit:
             return packing.is_full
         return packing.shape == self._full and packing.is_full and not self.conventions.shifted
+
+    def _hindrance(self, call: dict[str, Any]) -> str | None:
+        """Why a call must stay padded, whatever its batch."""
+        return self._is_read or self._obstacle(call) or self._foreign_hook()
 
     def _foreign_hook(self) -> str | None:
         """Why the batch must stay padded: somebody looks into the model, and would see one row."""
@@ -472,10 +479,9 @@ class PackedForward:
         if filling:
             packed["attention_mask"][:, packing.num_tokens :] = 0
         packed["position_ids"] = packed_rows.filled(self._positions(call, packing), filling, 0)
-        if call.get("token_type_ids") is not None:
-            packed["token_type_ids"] = packed_rows.filled(
-                packing.pack(call["token_type_ids"]), filling, 0
-            )
+        for name, value in (("token_type_ids", 0), (packed_rows.NUMBERS, len(packing.lengths))):
+            if call.get(name) is not None:
+                packed[name] = packed_rows.filled(packing.pack(call[name]), filling, value)
         if labels is not None:
             targets = packing.pack_labels(labels, shifted=self.conventions.shifted)
             packed["labels"] = packed_rows.filled(targets, filling, -100)
@@ -541,7 +547,7 @@ class PackedForward:
             return packing.pack(counted.cumsum(1) * counted + rule.first_position - 1)
         return packing.ranks_in_row() + rule.first_position
 
-    def _obstacle(self, call: dict[str, Any]) -> str | None:
+    def _obstacle(self, call: Mapping[str, Any]) -> str | None:
         """Why a call can't be packed, whatever its batch."""
         asked = call.get("return_dict")
         is_tuple = not (getattr(self.model.config, "return_dict", True) if asked is None else asked)

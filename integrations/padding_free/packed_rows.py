@@ -14,6 +14,8 @@ from deepytorch_core.data import Packing
 from deepytorch_core.data.packing import IGNORED_LABEL
 from deepytorch_core.data.shapes import Shape
 
+NUMBERS = "seq_idx"
+"""The argument that gives each token the number of its sequence, for layers with a state."""
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -91,6 +93,14 @@ def as_padded(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a row without a mask as those of a batch that has no padding."""
     kept = {name: value for name, value in call.items() if name not in _BOUNDS}
     return {**kept, "attention_mask": torch.ones_like(call["input_ids"])}
+
+
+def without_numbers(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments without sequences' numbers of shape [1, tokens], which a row may bring."""
+    numbers, ids = call.get(NUMBERS), call["input_ids"]
+    if not isinstance(numbers, Tensor) or numbers.shape != ids.shape or len(ids) > 1:
+        return call
+    return {name: value for name, value in call.items() if name != NUMBERS}
 
 
 def _lengths(call: Mapping[str, Any]) -> tuple[int, ...]:

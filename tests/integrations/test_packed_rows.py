@@ -139,15 +139,13 @@ Row = dict[str, torch.Tensor]
 
 
 def with_bounds(row: Row) -> Row:
-    """The row as flash attention's callers give it."""
+    """The row as TRL gives it, with what flash attention and layers with a state go by."""
     starts = (row["position_ids"][0] == 0).nonzero().flatten()
     ends = torch.cat([starts, torch.tensor([row["position_ids"].numel()])]).to(torch.int32)
     longest = int(ends.diff().max())
-    return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} | _longest(longest)
-
-
-def _longest(length: int) -> Any:
-    return {"max_length_q": length, "max_length_k": length}
+    numbers = torch.repeat_interleave(torch.arange(len(starts)), ends.diff())[None]
+    more: Any = {"max_length_q": longest, "max_length_k": longest, "seq_idx": numbers.int()}
+    return row | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends} | more
 
 
 def gradients(model: Any, make: Callable[[Row], Row]) -> Iterator[tuple[float, Any, Any]]:
@@ -171,6 +169,9 @@ def test_rows_have_few_shapes_where_passes_are_replayed(make: Any, masks: list[i
         shapes.append((*given["position_ids"].shape, *ends.shape, longest))
         assert int(ends[-1]) == given["position_ids"].shape[1]
         assert int(ends.diff().max()) <= longest
+        if (numbers := given.get("seq_idx")) is not None:
+            assert numbers.shape == given["position_ids"].shape
+            assert len(set(numbers[0].tolist())) <= len(ends)
 
     model.model.register_forward_pre_hook(Hook(look), with_kwargs=True)
     capture.use_few_sizes(model, True, by="test")
@@ -207,5 +208,5 @@ def test_a_row_with_more_than_can_be_filled_has_not_one_of_few_shapes() -> None:
     sizes = capture.sizes_of(model)
     assert sizes is not None
     given = with_bounds(row(0))
-    model.train()(**given, use_cache=False, seq_idx=given["position_ids"].to(torch.int32))
+    model.train()(**given, use_cache=False, spans=given["position_ids"])
     assert not sizes.are_few
