@@ -50,8 +50,9 @@ HELPER_BYTES = 1 << 30
 HELPER_HOST_BYTES = 2 << 30
 # This part of the most that the training has taken must be free beside them: batches differ.
 SPARE_MEMORY = 0.25
-# Helpers without work end so long after there was any.
+# Helpers without work end so long after there was any, or after the first should have come.
 _IDLE_S = 5.0
+_FIRST_JOB_S = 120.0
 _POLL_S = 0.5
 # Modules are found where this process finds them, and not in the current folder before all others.
 # Ctrl-C is for the training, which may go on.
@@ -202,6 +203,7 @@ class Ahead:
         self._late_at = math.inf
         self._jobs: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         self._open: collections.Counter[str] = collections.Counter()
+        self._expected: collections.Counter[str] = collections.Counter()
         self._asked_at = math.inf
         self._is_closed = False
         # A thread that has it may come to collect a compilation, whose end closes its helpers.
@@ -219,6 +221,8 @@ class Ahead:
             number = max(1, min(num_parts, self._num_helpers))
             self._late_at = time.monotonic() + self._budget_s * math.ceil(num_parts / number)
             self._kernel_threads = max(_KERNEL_THREADS, cores // number)
+            if math.isinf(self._asked_at):
+                self._asked_at = time.monotonic() + _FIRST_JOB_S
             self._serve_by(num_parts)
 
     def _serve_by(self, number: int) -> None:
@@ -236,6 +240,7 @@ class Ahead:
         is_open = [True]
         with self._lock:
             self._open[part] += 1
+            self._expected[part] += 1
 
         def submit(graph: GraphModule) -> None:
             with self._lock:
@@ -244,6 +249,7 @@ class Ahead:
                 self.submit(graph, part, settings)
                 with self._lock:
                     self._open[part] -= 1
+                    self._expected[part] -= 1
 
         return submit
 
@@ -266,6 +272,10 @@ class Ahead:
     def is_done(self, part: str) -> bool:
         """Whether nothing of that part is left to be compiled."""
         return self._open[part] == 0
+
+    def has_all(self, part: str) -> bool:
+        """Whether it is known of all graphs of that part how they are compiled."""
+        return self._expected[part] == 0
 
     @property
     def is_late(self) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import itertools
 import logging
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +22,9 @@ from deepytorch_core.guard import breaks
 
 # Dynamo may capture a region's function so often where each size has a graph of its own.
 MOST_CAPTURES = 64
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_numbers = itertools.count(1)
 
 _CACHED = "lru_cache"
 _COMPLAINING = (
@@ -135,3 +142,24 @@ def _hearing(original: Callable[..., None]) -> Callable[..., None]:
                 region.note_cached_call(place)
 
     return warn_once
+
+
+def own_code(function: Any) -> Any:
+    """Copy a function, so that its compiles are its own: torch keeps them by code object."""
+    if inspect.getfile(function).startswith(_TORCH):
+        # Code of torch's own shares one frame with all such code: a `Linear` of another size
+        # would then be one whose sizes change.
+        function = _calling(function)
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_numbers)}")
+    own = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call

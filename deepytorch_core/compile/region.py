@@ -8,13 +8,11 @@ gradients (evaluation, `generate`) take the stock way.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,10 +59,6 @@ SLOWER_POLICY = 3.0
 # After this share of the budget no further graph of the same call is compiled. Backward graphs,
 # which are made later, take about as long as forward ones.
 FORWARD_SHARE = 0.5
-
-_TORCH = f"{Path(torch.__file__).parent}/"
-
-_number = 0
 
 
 @dataclass
@@ -118,6 +112,7 @@ class CompiledRegion:
         """Calls that ran eagerly as their sizes had no graph yet."""
         self._sent: set[Hashable] = set()
         self._sizes = RegionSizes(MOST_SIZES)
+        self._is_eager_meanwhile = False  # in this pass
         self._num_modules = len(region.modules)
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
@@ -153,6 +148,11 @@ class CompiledRegion:
         return self._ahead is not None
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether helpers are to compile it, and nothing of that was taken over yet."""
+        return self._later is not None and self.failure is None and not self._at_once
+
+    @property
     def is_to_be_seen(self) -> bool:
         """Whether helpers are to have its graphs, and it was not called since."""
         return self.is_prepared and self._num_calls == 0 and self.failure is None
@@ -161,6 +161,7 @@ class CompiledRegion:
         """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
         self._ahead = None
         self.is_waiting = False
+        self._sizes.take_over()
         self._at_once = True
         # Those of a run that knows from the profile what was prepared: a step's.
         self._num_to_load = self.told.num_compiles, self._num_calls + len(self.region.modules)
@@ -221,15 +222,20 @@ class CompiledRegion:
         if self.is_prepared:
             return self._sizes.are_known(args, kwargs, again=0)
         # As a pass begins: what checkpointing makes again has to go the way it went.
-        is_first = self.is_waiting and module is self.region.modules[0]
-        if is_first and self._later.is_done(self.region.name):
+        is_first = module is self.region.modules[0]
+        if is_first and self.is_waiting and self._later.is_done(self.region.name):
             self.restart()
         is_known = self._sizes.are_known(args, kwargs, again=self._num_modules)
+        if is_first:
+            # Its graphs would run as they were captured, which takes longer than the module's code.
+            self._is_eager_meanwhile = self.is_waiting and self._later.has_all(self.region.name)
+        if self._is_eager_meanwhile:
+            is_known = is_known and not self._sizes.are_awaited(args, kwargs)
         self.num_declined += not is_known
         return is_known
 
     def _call_heard(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self.told.num_compiles
+        before, sent = self.told.num_compiles, len(self._sent)
         began = time.perf_counter()
         self._call = began, before
         numbers: list[torch.Tensor] | None = None
@@ -245,6 +251,8 @@ class CompiledRegion:
                 raise  # the module's own
             problem = guard.first_line(error)
         finally:
+            if len(self._sent) > sent:
+                self._sizes.await_code(args, kwargs)
             if self.told.num_compiles > before:
                 self._after_compile(time.perf_counter() - began)
         if numbers is not None:
@@ -421,11 +429,7 @@ class CompiledRegion:
 
     def _compile(self) -> Callable[..., Any]:
         function = type(self.region.modules[0]).forward
-        if inspect.getfile(function).startswith(_TORCH):
-            # Code of torch's own shares one frame with all such code: a `Linear` of another size
-            # would then be one whose sizes change.
-            function = _calling(function)
-        own = _own_code(function)
+        own = dynamo.own_code(function)
         # torch keeps what it compiled for a code object until it is told.
         weakref.finalize(self, reset_code, own.__code__).atexit = False
         return torch.compile(own, backend=_Backend(self), dynamic=self._is_dynamic)
@@ -537,25 +541,6 @@ class Forward:
         norms = [module, *self._norms] if isinstance(module, _NormBase) else self._norms
         with _kept_versions(norms), recorded:
             return self._compiled.call(module, args, kwargs)
-
-
-def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _own_code(function: Any) -> Any:
-    """A copy of a function whose compiles are its own: torch keeps them by code object."""
-    global _number
-    _number += 1
-    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{_number}")
-    own = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
 
 
 def _kept_versions(norms: list[_NormBase]) -> contextlib.AbstractContextManager[None]:

@@ -21,6 +21,7 @@ class RegionSizes:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._known: set[Hashable] = set()
+        self._awaited: set[Hashable] = set()
         self._seen: dict[Hashable, int] = {}
 
     def are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: int) -> bool:
@@ -40,6 +41,18 @@ class RegionSizes:
             return False
         self._known.add(size)
         return True
+
+    def await_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Helpers have a graph of a call with these."""
+        self._awaited.add(_size_of(args, kwargs))
+
+    def are_awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether helpers have a graph of such a call, and it was not taken over yet."""
+        return _size_of(args, kwargs) in self._awaited
+
+    def take_over(self) -> None:
+        """All that helpers have done is taken over."""
+        self._awaited.clear()
 
 
 def _size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

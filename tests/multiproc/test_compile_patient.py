@@ -154,6 +154,40 @@ def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhi
     region.remove()
 
 
+def test_steps_are_eager_while_helpers_compile_what_they_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Sized()
+    region = CompiledRegion(
+        Region("layers.0", tuple(model.layers)),
+        [policies.get("aot-eager")],
+        budget_s=100.0,
+        is_on=lambda _: True,
+    )
+    region.install()
+    helpers = Ahead(CPU, "aot-eager", budget_s=100.0)
+    region.send_later(helpers)
+    is_done = helpers.is_done
+    monkeypatch.setattr(helpers, "is_done", lambda part: len(declined) > 20 and is_done(part))
+    x = torch.randn(3, 8)
+    declined: list[int] = []
+    for _ in range(400):
+        before = region.num_declined
+        model(x).sum().backward()
+        declined.append(region.num_declined - before)
+        if not region.is_awaited and not region.is_waiting:
+            break
+        time.sleep(0.02)
+    assert not region.is_awaited
+    # The size comes once, is captured when it comes again, and is compiled code in the end.
+    assert declined[:2] == [4, 0]
+    assert declined[2:20] == [4] * 18
+    assert declined[-1] == 0
+    assert region.told.chosen["aot-eager"]
+    helpers.close()
+    region.remove()
+
+
 @pytest.mark.parametrize("patience", [pytest.param("auto", marks=pytest.mark.extended), "off"])
 def test_layers_share_code_that_is_taken_over_while_their_model_returns_a_cache(
     patience: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -15,6 +15,7 @@ from deepytorch_core import guard
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.compile import (
+    ahead,
     capture,
     graph_trial,
     kept,
@@ -65,6 +66,44 @@ def test_what_is_known_waits_until_passes_are_what_they_will_be(
     assert bool(found.regions) == (chosen != "eager")
     undecided.register(model, None)
     engine.undo(model)
+    torch._dynamo.reset()
+
+
+class Helpers:
+    """Stands in for `ahead.Ahead`."""
+
+    made: list[Helpers] = []
+
+    def __init__(self, device: torch.device, policy: str, *, budget_s: float) -> None:
+        self.started: list[int] = []
+        self.is_closed = False
+        Helpers.made.append(self)
+
+    def start(self, num_parts: int) -> None:
+        self.started.append(num_parts)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("chosen", ["aot-eager", "eager"])
+def test_helpers_are_started_while_passes_may_still_change(
+    chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry = {"chosen": chosen, "reason": "faster than eager", "times_ms": {"eager": 1.0}}
+    entry["was_helped"] = True
+    model = known_model(monkeypatch, tmp_path, entry)
+    monkeypatch.setattr(ahead, "may_help", lambda *_, **__: True)
+    monkeypatch.setattr(ahead, "Ahead", Helpers)
+    monkeypatch.setattr(Helpers, "made", [])
+    deepytorch.compile(model)
+    undecided.register(model, lambda: True)
+    for _ in range(10):
+        model(torch.randn(4, 8)).square().mean().backward()
+    assert [helpers.started for helpers in Helpers.made] == ([[1]] if chosen != "eager" else [])
+    undecided.register(model, None)
+    engine.undo(model)
+    assert all(helpers.is_closed for helpers in Helpers.made)
     torch._dynamo.reset()
 
 

@@ -12,7 +12,15 @@ from typing import Any
 
 from deepytorch_core import guard
 from deepytorch_core.base import compiler_import
-from deepytorch_core.compile import ahead, capture, cost_model, policies, reasons, undecided
+from deepytorch_core.compile import (
+    ahead,
+    capture,
+    cost_model,
+    policies,
+    reasons,
+    regions,
+    undecided,
+)
 from deepytorch_core.compile.life import compiled_trial, ending
 from deepytorch_core.compile.life.asking_phase import AskingPhase
 from deepytorch_core.compile.life.compiled_trial import CompiledTrial
@@ -84,6 +92,8 @@ class Opening(AskingPhase):
             # Code and graphs of passes that are about to change would be made in vain.
             self._start_at = state.steps.number + PATIENT_STEPS
             self._first = self._start_at + EAGER_STEPS
+            if known["chosen"] != EAGER and known.get("was_helped") and self._may_be_helped():
+                self._start_helpers()
         elif known is not None:
             self._take_known(known)
         elif reason is not None:
@@ -103,17 +113,32 @@ class Opening(AskingPhase):
     def _install_known(self, known: Mapping[str, Any]) -> None:
         state, subject = self._state, self._state.subject
         was_helped = known.get("was_helped", False)
-        is_helped = subject.is_patient and subject.may_help()
+        is_helped = self._may_be_helped()
         is_made = was_helped and not is_helped
         state.install(known.get("regions", {}), budget_s=subject.budget_s, is_made=is_made)
         state.is_on = True
         if is_helped and state.regions:
             # Helpers find it in torch's caches, a second or two for each graph.
             self._are_sizes_open()
-            helpers = ahead.begun(state, subject.device, budget_s=subject.budget_s)
-            helpers.start(len(state.regions))
+            state.helpers().start(len(state.regions))
             for region in state.regions:
-                region.send_later(helpers)
+                region.send_later(state.helpers())
+
+    def _may_be_helped(self) -> bool:
+        """Whether helpers find in torch's caches what an earlier run has compiled."""
+        return bool(self._state.subject.is_patient and self._state.subject.may_help())
+
+    def _start_helpers(self) -> None:
+        """Have helpers ready when there is work: what they begin with takes them seconds."""
+        state = self._state
+        if not state.has_helpers:
+            root = state.subject.root
+            found = regions.parts(root) if ahead.is_in_parts(root) else regions.find(root)
+            state.helpers().start(len(found))
+
+    def close(self) -> None:
+        """Stop helpers that wait for work."""
+        self._state.close_helpers()
 
     def _ask_pace(self) -> None:
         """How long a step takes, and whether helpers can compile the model, on all ranks."""
@@ -156,6 +181,8 @@ class Opening(AskingPhase):
         is_helped = all(are_helped)
         least_s = self._outlook.least_run_s(state.subject.root, is_helped=is_helped)
         self._num_settling = SIZES_STEPS if is_patient and any(are_few) else 0
+        if is_patient and is_helped and min(lasted_s) >= least_s:
+            self._start_helpers()
         if any(are_open):
             self._first += PATIENT_STEPS
             if all(are_uniform):
@@ -190,7 +217,6 @@ class Opening(AskingPhase):
             self.successor = WaitingForHelpers(
                 state,
                 step_s=step_s,
-                budget_s=subject.budget_s,  # nobody waits for helpers
                 num_settling=self._num_settling,
             )
         else:

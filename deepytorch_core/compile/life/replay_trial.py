@@ -16,6 +16,9 @@ from deepytorch_core.compile.life.phase import CompilationPhase
 from deepytorch_core.compile.life.state import CompilationState
 from deepytorch_core.compile.policies import EAGER
 
+# Steps that the trial waits for helpers' code. Sizes that never come again get none.
+MOST_HELD = 500
+
 
 @dataclass(frozen=True)
 class OpenVerdict:
@@ -48,6 +51,7 @@ class ReplayTrial(CompilationPhase):
         self.graphs = graphs
         self._state = state
         self._verdict = verdict
+        self._num_held = 0
 
     @property
     def name(self) -> str:
@@ -57,10 +61,15 @@ class ReplayTrial(CompilationPhase):
     @property
     def last_step(self) -> int:
         """Steps are not counted here: this much is left at most."""
-        return self._state.steps.number + 2 * turns.MOST_STEPS
+        held = MOST_HELD - self._num_held
+        is_awaited = any(region.is_awaited for region in self._state.regions)
+        return self._state.steps.number + 2 * turns.MOST_STEPS + held * is_awaited
 
     def on_step(self) -> None:
         """Go on with the trial, or end with its verdict."""
+        if self._num_held < MOST_HELD and any(region.is_awaited for region in self._state.regions):
+            self._num_held += 1  # there is nothing yet that could be captured
+            return
         self.graphs.on_forward(self._state.steps.is_whole)
         if not self.graphs.is_settled:
             return

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepytorch_core.base import decisions
-from deepytorch_core.compile import capture, outcome, policies, reasons, regions, timeouts
+from deepytorch_core.compile import (
+    ahead,
+    capture,
+    outcome,
+    policies,
+    reasons,
+    regions,
+    timeouts,
+)
 from deepytorch_core.compile.asking import Asking
 from deepytorch_core.compile.graph_trial import GraphTrial
 from deepytorch_core.compile.kept import Kept
@@ -49,6 +57,7 @@ class CompilationState:
         self.lower: Callable[[], None] = lambda: None
         self.asking = Asking()
         self.kept = Kept(subject.what, subject.policy)
+        self._helpers: ahead.Ahead | None = None
         self.phases = Phases()
 
     @property
@@ -88,6 +97,24 @@ class CompilationState:
         """Whether a call of `region` goes the compiled way now."""
         return self.is_on or self.phase.takes_code(region)
 
+    @property
+    def has_helpers(self) -> bool:
+        """Whether helpers were begun."""
+        return self._helpers is not None
+
+    def helpers(self) -> ahead.Ahead:
+        """Those of the model, at work or to be started."""
+        if self._helpers is None:
+            budget_s = self.subject.budget_s  # nobody waits for helpers
+            self._helpers = ahead.begun(self, self.subject.device, budget_s=budget_s)
+        return self._helpers
+
+    def close_helpers(self) -> None:
+        """Stop helpers, whatever they do."""
+        if self._helpers is not None:
+            self._helpers.close()
+            self._helpers = None
+
     def drop_regions(self) -> None:
         """Let the model run eagerly again."""
         self.is_on = False
@@ -123,6 +150,7 @@ class CompilationState:
         decisions.record(self.subject.what, *told, times_ms=times_ms, dropped=dropped)
         self.keep(chosen, reason, times_ms or {})
         if chosen == EAGER:
+            self.close_helpers()
             self.drop_regions()
         else:
             for region in self.regions:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepytorch_core.compile import ahead
 from deepytorch_core.compile.handover import Handover
 from deepytorch_core.compile.helping import Helping
 from deepytorch_core.compile.life import compiled_trial
@@ -24,21 +23,18 @@ class WaitingForHelpers(AskingPhase):
     Args:
         state: the model's state, with regions in place.
         step_s: seconds of a step, the same on all ranks.
-        budget_s: seconds that helpers may take for each region.
         num_settling: steps until all sizes have their code.
     """
 
     is_waiting = True
 
-    def __init__(
-        self, state: CompilationState, *, step_s: float, budget_s: float, num_settling: int
-    ) -> None:
+    def __init__(self, state: CompilationState, *, step_s: float, num_settling: int) -> None:
         super().__init__(state)
         subject = state.subject
         self._num_settling = num_settling
         order = Handover(subject.ranks, step_s, num_seeing=max(1, num_settling))
-        helpers = ahead.begun(state, subject.device, budget_s=budget_s)
-        self.helping = Helping(helpers, order, state.regions, is_patient=subject.is_patient)
+        is_patient = subject.is_patient
+        self.helping = Helping(state.helpers(), order, state.regions, is_patient=is_patient)
         self._show_helpers(True)
 
     @property
