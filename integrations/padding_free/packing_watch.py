@@ -33,6 +33,8 @@ from .packing_probe import Unsupported
 # Calls that are watched at least, for readers that come every few steps only; and after which a
 # helper is started, which takes some steps itself.
 _WATCHED, _BEFORE_HELPER = 8, 2
+# Calls that are watched at most before a helper is started, which short runs never see.
+_MOST_BEFORE_HELPER = 64
 # Seconds that a helper takes of one core. The second value is the part of a run that may be taken
 # where the helper has to share that core with the training.
 _HELPER_S, _LARGEST_SHARE = 10.0, 0.03
@@ -105,7 +107,9 @@ class PackingWatch:
             self._began = time.monotonic()
         self._look()
         self._num_calls += 1
-        self._random = torch.get_rng_state()
+        is_early = self._helper is None and self._known is None
+        if not is_early or self._num_calls <= _MOST_BEFORE_HELPER:
+            self._random = torch.get_rng_state()
 
     def _after(self, outer: Any, args: Any, output: Any) -> Any:
         if self._random is None:

@@ -399,3 +399,22 @@ def test_patience_waits_for_a_run_that_lasts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
     trained(llama(), [plain] * 20, ours=True)
     assert [choice for choice, _ in chosen()] == ["packed"]
+
+
+def test_a_run_that_may_be_short_is_watched_for_its_first_calls_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config.set_current(dataclasses.replace(config.current(), patience="auto"))
+    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 3600.0)
+    monkeypatch.setattr(packing_watch, "_MOST_BEFORE_HELPER", 10)
+    model, steps = llama(), []
+    padding_free.watch(model)
+    for step in range(30):
+        output = model(**batch(step))
+        steps.append("_pending" in vars(output))
+        output.loss.backward()
+        if step == 19:
+            monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
+    assert steps[:20] == [True] * 10 + [False] * 10
+    assert steps[20]
+    assert [choice for choice, _ in chosen()] == ["packed"]
