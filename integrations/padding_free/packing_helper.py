@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
@@ -30,36 +31,51 @@ _NICE = 10
 
 
 class Helper:
-    """One process at work.
+    """One process, which begins with what takes it seconds, and is then asked one thing.
 
     Args:
-        twin: the pickled `packing_twin.Twin`.
         environment: variables of the process.
         is_awaited: whether the training waits for it; else the training goes first.
     """
 
-    def __init__(self, twin: bytes, environment: dict[str, str], *, is_awaited: bool) -> None:
+    def __init__(self, environment: dict[str, str], *, is_awaited: bool) -> None:
         self.answer: dict[str, Any] | None = None
         """{"conventions": {...}} or {"reason": why not}; None while it is at work."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, "0" if is_awaited else str(_NICE), *sys.path],
+        self._environment = environment
+        self._nice = "0" if is_awaited else str(_NICE)
+        self._process = self._started()
+        self._thread: unlisted.Thread | None = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, self._nice, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=self._environment,
             start_new_session=True,  # not in the terminal's group: Ctrl-C is not for it
         )
+
+    def ask(self, twin: bytes) -> None:
+        """Have it examine a pickled `packing_twin.Twin`."""
+        if self._process.poll() is not None:
+            self._process = self._started()  # nobody has asked the first one for too long
         self._thread = unlisted.Thread(self._listen, (twin,), name="deepytorch-packing")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until there is an answer."""
-        self._thread.join()
+        """Until there is an answer, or it has ended that was never asked."""
+        if self._thread is None:
+            self._process.wait()
+        else:
+            self._thread.join()
 
     def close(self) -> None:
         """End it, whether it is done or not."""
         with contextlib.suppress(OSError):
             self._process.kill()
+            if self._thread is None:
+                self._process.communicate()  # else who listens does that
 
     def _listen(self, twin: bytes) -> None:
         try:
@@ -71,7 +87,10 @@ class Helper:
 
 
 def main(nice: int) -> None:
-    """Examine the twin that stdin describes, `nice` to others, and print what is found."""
+    """Examine the twin that stdin describes, `nice` to others, and print what is found.
+
+    Ends without a word if nobody describes one for long.
+    """
     os.nice(nice)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
@@ -79,6 +98,8 @@ def main(nice: int) -> None:
     from . import packing_twin
     from .packing_probe import Unsupported
 
+    if not _is_asked():
+        return
     answer: dict[str, Any]
     try:
         twin = pickle.loads(sys.stdin.buffer.read())
@@ -89,6 +110,11 @@ def main(nice: int) -> None:
         answer = {"reason": f"its twin fails: {type(error).__name__}: {error}".partition("\n")[0]}
     answers.write(json.dumps(answer))
     answers.close()
+
+
+def _is_asked() -> bool:
+    """Wait for something on stdin; False if nothing comes for long."""
+    return bool(select.select([sys.stdin], [], [], _LIMIT_S)[0])
 
 
 def _end_with(parent: int) -> None:

@@ -72,7 +72,8 @@ class PackingWatch:
         self._began = time.monotonic()
         self._obstacle: str | None = None
         self._random: torch.Tensor | None = None
-        self._helper: Helper | None = None
+        self._helper: Helper | None = None  # that was asked
+        self._ready: Helper | None = None  # to be asked
         self._known: dict[str, Any] | None = None  # by the profile
         self._key: dict[str, Any] = {}
         undecided.register(outer, lambda: True)
@@ -81,6 +82,7 @@ class PackingWatch:
             # First of all: the others see what the program will see.
             outer.register_forward_hook(Hook(self._after), prepend=True),
         )
+        self._make_ready()
 
     @property
     def _outer(self) -> Any:
@@ -96,8 +98,24 @@ class PackingWatch:
             handle.remove()
         if self._outer is not None:
             undecided.register(self._outer, None)
-        if self._helper is not None:
-            self._helper.close()
+        for helper in (self._helper, self._ready):
+            if helper is not None:
+                helper.close()
+
+    def _make_ready(self) -> None:
+        """Start a helper beside the program's own preparations, if it is likely to be asked."""
+        if config.current().patience == "off" or self._least_run_s > 0:
+            return
+        try:
+            twin = pickle.dumps(packing_twin.describe(self._outer, self._model))
+        except Exception:  # the first steps ask again, and tell
+            return
+        if self._known_of(twin) is None:
+            self._ready = self._new_helper(is_awaited=False)
+
+    def _new_helper(self, *, is_awaited: bool) -> Helper:
+        environment = config.child_environment(**_OF_HELPER)
+        return Helper(environment, is_awaited=is_awaited)
 
     def _before(self, outer: Any, args: Any, kwargs: Any) -> None:
         self._random = None
@@ -158,14 +176,14 @@ class PackingWatch:
         except Exception as error:  # whatever a configuration holds
             self._stay(f"its configuration can't be copied: {type(error).__name__}")
             return
-        self._key = self._key_of(twin)
-        self._known = guard.profile.find(self._key) if config.current().tune != "force" else None
+        self._known = self._known_of(twin)
         if self._known is not None:
             if not is_patient:
                 self._look()
             return
-        environment = config.child_environment(**_OF_HELPER)
-        self._helper = Helper(twin, environment, is_awaited=not is_patient)
+        self._helper = self._ready or self._new_helper(is_awaited=not is_patient)
+        self._ready = None
+        self._helper.ask(twin)
         if not is_patient:
             self._helper.wait()
             self._look()
@@ -174,6 +192,11 @@ class PackingWatch:
     def _least_run_s(self) -> float:
         cores = cpu_affinity.of_rank(topology.discover().cores.usable)
         return 0.0 if cores > _SPARE_CORES else _HELPER_S / _LARGEST_SHARE
+
+    def _known_of(self, twin: bytes) -> dict[str, Any] | None:
+        """Find what an earlier run has found out about such a twin."""
+        self._key = self._key_of(twin)
+        return None if config.current().tune == "force" else guard.profile.find(self._key)
 
     def _key_of(self, twin: bytes) -> dict[str, Any]:
         facts = {

@@ -36,7 +36,8 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def helped(twin: bytes) -> dict[str, Any]:
-    helper = Helper(twin, config.child_environment(**packing_watch._OF_HELPER), is_awaited=True)
+    helper = Helper(config.child_environment(**packing_watch._OF_HELPER), is_awaited=True)
+    helper.ask(twin)
     helper.wait()
     assert helper.answer is not None
     return helper.answer
@@ -67,7 +68,8 @@ def answer_of(rank: int, world_size: int, twin: bytes) -> dict[str, Any]:
 def test_a_helper_that_fails_says_so(deepspeeds_ranks: dict[str, Any]) -> None:
     (answer,) = spawn_ranks(answer_of, 1, pickle.dumps("no twin"), **deepspeeds_ranks)
     assert "its twin fails" in answer["reason"]
-    helper = Helper(b"", {"PATH": ""}, is_awaited=True)
+    helper = Helper({"PATH": ""}, is_awaited=True)
+    helper.ask(b"")
     helper.close()
     helper.wait()
     assert helper.answer is not None
@@ -111,3 +113,45 @@ def test_a_model_that_goes_ends_its_helper(monkeypatch: pytest.MonkeyPatch, tmp_
     padding_free.detach(model)
     helper.wait()
     assert helper._process.poll() is not None
+
+
+def test_a_helper_that_ended_before_it_was_asked_is_started_again() -> None:
+    helper = Helper(config.child_environment(**packing_watch._OF_HELPER), is_awaited=True)
+    first = helper._process
+    helper.close()
+    helper.wait()
+    helper.ask(b"")
+    assert helper._process is not first
+    helper.close()
+    helper.wait()
+    assert helper.answer is not None
+
+
+def test_a_model_that_is_never_trained_ends_its_helper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
+    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
+    helpers: list[Helper] = []
+
+    def start(*args: Any, **kwargs: Any) -> Helper:
+        helpers.append(Helper(*args, **kwargs))
+        return helpers[-1]
+
+    monkeypatch.setattr(packing_watch, "Helper", start)
+    model = llama()
+    padding_free.watch(model)
+    (helper,) = helpers
+    padding_free.detach(model)
+    helper.wait()
+    assert helper._process.poll() is not None
+
+
+def test_a_helper_that_nobody_asks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = os.pipe()
+    monkeypatch.setattr(packing_helper, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(asked[0], "rb"))
+    assert packing_helper._is_asked() is False
+    os.write(asked[1], b"something")
+    assert packing_helper._is_asked() is True
+    os.close(asked[1])

@@ -39,7 +39,11 @@ SHAPE: dict[str, Any] = {
 class Inline:
     """Stands in for the helper's process."""
 
-    def __init__(self, twin: bytes, environment: Any, *, is_awaited: bool) -> None:
+    answer: Any = None
+
+    def __init__(self, environment: Any, *, is_awaited: bool) -> None: ...
+
+    def ask(self, twin: bytes) -> None:
         try:
             found = packing_twin.examine(pickle.loads(twin))
             self.answer = {"conventions": dataclasses.asdict(found)}
