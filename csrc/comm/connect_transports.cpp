@@ -8,15 +8,15 @@
 #include "transport/tcp/tcp_transport.hpp"
 
 namespace dpt {
-namespace {
 
-// All ranks of this node hear of any trouble between nodes.
 Connection::Host host_of(Segment& segment) {
   return {
       Fabric::instance().reactor(),
       [&segment](dpt_status status, const std::string& reason) { segment.abort(status, reason); },
       [&segment] { segment.throw_if_aborted(); }};
 }
+
+namespace {
 
 // Lets the delegate meet while all ranks are here: a message between two nodes is its own, and
 // finds two ranks alone.
@@ -137,26 +137,6 @@ void connect_transports(const GroupFacts& facts,
   found.arrivals = facts.statistics->start_arrivals(local_ranks);
   state.set_segment(std::move(connection.segment));
   if (found.nodes) wake_delegate(facts.delegate, wait);
-}
-
-std::shared_ptr<staged::Between> connect_between(const GroupFacts& facts,
-                                                 const Transports& transports,
-                                                 const WaitContext& wait,
-                                                 Store& store) {
-  TcpConnection connection = connect_tcp({store,
-                                          transports.nodes_key + "/gpus",
-                                          facts.rank,
-                                          facts.global_ranks,
-                                          transports.nodes->layout,
-                                          transports.nodes_share_host,
-                                          TcpSettings::from_env()},
-                                         wait);
-  if (!connection.why_not.empty()) throw Error(DPT_ERR_SYSTEM, connection.why_not);
-  auto between = std::make_shared<staged::Between>();
-  const Connection::Host host = host_of(*transports.segment);
-  for (auto& [rank, peer] : connection.peers) between->links.add(rank, std::move(peer), host);
-  between->on_trouble = host.on_trouble;
-  return between;
 }
 
 }  // namespace dpt

@@ -2,14 +2,13 @@
 // network between them.
 #pragma once
 
-#include <memory>
-
 #include "base/wait.hpp"
 #include "bootstrap/exchange.hpp"
 #include "bootstrap/store.hpp"
 #include "comm/group_facts.hpp"
 #include "comm/group_state.hpp"
-#include "staged/internode_sender.hpp"
+#include "transport/shm/segment.hpp"
+#include "transport/tcp/connection.hpp"
 
 namespace dpt {
 
@@ -21,11 +20,7 @@ void connect_transports(const GroupFacts& facts,
                         const WaitContext& wait,
                         Store& store);
 
-// More connections between the nodes of a group that has some, for what goes on beside the
-// operations on host memory. Throws Error(DPT_ERR_SYSTEM) where there are none to be had.
-std::shared_ptr<staged::Between> connect_between(const GroupFacts& facts,
-                                                 const Transports& transports,
-                                                 const WaitContext& wait,
-                                                 Store& store);
+// All ranks of the segment's node hear of any trouble between nodes.
+Connection::Host host_of(Segment& segment);
 
 }  // namespace dpt

@@ -9,9 +9,9 @@
 
 #include "base/env.hpp"
 #include "base/error.hpp"
-#include "comm/device_links.hpp"
 #include "comm/measure.hpp"
 #include "cuda/device_trials.hpp"
+#include "cuda/trees/device_links.hpp"
 #include "topology/topology.hpp"
 
 namespace dpt {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "algorithms/algorithm.hpp"
-#include "tuner/trees.hpp"
+#include "cuda/trees/trees.hpp"
 
 namespace dpt {
 

@@ -6,10 +6,10 @@
 #include "base/env.hpp"
 #include "comm/device_bench.hpp"
 #include "comm/device_class.hpp"
-#include "comm/device_links.hpp"
 #include "comm/fabric.hpp"
 #include "comm/measure.hpp"
 #include "comm/race.hpp"
+#include "cuda/trees/device_links.hpp"
 #include "tuner/choose_device.hpp"
 #include "tuner/choose_staged.hpp"
 

@@ -9,6 +9,7 @@
 #include "comm/fabric.hpp"
 #include "comm/invitations.hpp"
 #include "transport/shm/shm_transport.hpp"
+#include "transport/tcp/tcp_transport.hpp"
 
 namespace dpt {
 namespace {
@@ -93,7 +94,16 @@ void GroupBootstrap::check_peers(const WaitContext& wait, Store& store) const {
 }
 
 std::shared_ptr<staged::Between> GroupBootstrap::connect_between(const WaitContext& wait) {
-  return dpt::connect_between(facts_, state_.transports(), wait, store_);
+  const Transports& transports = state_.transports();
+  return staged::connect_between({store_,
+                                  transports.nodes_key + "/gpus",
+                                  facts_.rank,
+                                  facts_.global_ranks,
+                                  transports.nodes->layout,
+                                  transports.nodes_share_host,
+                                  TcpSettings::from_env()},
+                                 host_of(*transports.segment),
+                                 wait);
 }
 
 std::string GroupBootstrap::own_word() const {

@@ -20,7 +20,7 @@
 #include "comm/group_facts.hpp"
 #include "comm/group_state.hpp"
 #include "comm/progress.hpp"
-#include "staged/internode_sender.hpp"
+#include "staged/internode/between.hpp"
 
 namespace dpt {
 
@@ -49,7 +49,8 @@ class GroupBootstrap {
   void connect(const WaitContext& wait) { connect(wait, store_); }
   // Returns why the delegate serves this group's messages, the same on every rank, or nothing.
   std::string join_for_messages(const dpt_request& request);
-  // More connections between nodes, see connect_transports.hpp.
+  // More connections between the nodes of a group that has some, for what goes on beside the
+  // operations on host memory.
   std::shared_ptr<staged::Between> connect_between(const WaitContext& wait);
 
  private:

@@ -58,15 +58,6 @@ struct AllReduceArguments {
   double result_factor;
 };
 
-struct TreeArguments {
-  const char* input;
-  char* output;
-  uint64_t bytes;
-  double input_factor;
-  double result_factor;
-  Trees trees;
-};
-
 // Parts that ranks exchange unreduced; this rank's own is copied. nullptr where there is none.
 struct ExchangeArguments {
   const char* send[kMaxRanks];
@@ -101,7 +92,8 @@ struct Launch {
   }
 };
 
-// Each starts one kernel and returns. Whether a dtype and operation can be reduced: can_reduce.
+// Each starts one kernel and returns. Whether a dtype and operation can be reduced: can_reduce. One
+// more is in trees/tree_all_reduce.hpp.
 void low_latency_reduce(const Launch& launch,
                         const ReduceArguments& arguments,
                         DataType dtype,
@@ -125,10 +117,6 @@ void two_shot_all_reduce(const Launch& launch,
                          const AllReduceArguments& arguments,
                          DataType dtype,
                          ReduceOp op);
-void tree_all_reduce(const Launch& launch,
-                     const TreeArguments& arguments,
-                     DataType dtype,
-                     ReduceOp op);
 void push_exchange(const Launch& launch, const ExchangeArguments& arguments);
 void ring_exchange(const Launch& launch, const RingArguments& arguments);
 

@@ -17,6 +17,7 @@
 #include "cuda/device_pool.hpp"
 #include "cuda/device_scope.hpp"
 #include "cuda/staged_group.hpp"
+#include "cuda/trees/tree_all_reduce.hpp"
 #include "staged/group.hpp"
 #include "transport/shm/fd_exchange.hpp"
 

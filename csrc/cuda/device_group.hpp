@@ -15,6 +15,7 @@
 
 #include "base/wait.hpp"
 #include "cuda/arguments.hpp"
+#include "cuda/trees/trees.hpp"
 #include "staged/start_hooks.hpp"
 #include "transport/node_layout.hpp"
 

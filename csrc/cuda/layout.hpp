@@ -131,11 +131,6 @@ enum class Wiring {
   kPartial,  // some two don't reach each other's memory, but all are reached by way of others
 };
 
-// A spanning tree of the ranks for each of them, its root: parent[root][rank], -1 for the root.
-struct Trees {
-  int8_t parent[kMaxRanks][kMaxRanks];
-};
-
 // A group as its kernels get it.
 struct GroupView {
   Layout layout;

@@ -4,6 +4,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce.hpp"
+#include "staged/internode/internode_sender.hpp"
 
 namespace dpt::staged {
 namespace {
@@ -49,22 +50,6 @@ std::string Job::why_not(const Wish& wish) {
       return none(name_of(wish.collective));
   }
 }
-
-namespace {
-
-// Sums stay in range between nodes as within one: 16-bit floats are averaged on each, of which all
-// have as many ranks, then among them.
-void plan_travel(Job* job, Collective collective, const Membership& ranks) {
-  job->collects = collective != DPT_ALL_GATHER;
-  job->spreads = collective != DPT_REDUCE_SCATTER;
-  job->nodes_op = job->op == DPT_PREMUL_SUM ? DPT_SUM : job->op;
-  if (job->op != DPT_AVG) return;
-  const bool twice = size_of(job->dtype) == 2;
-  job->nodes_divisor = twice ? ranks.layout.num_nodes() : ranks.layout.size();
-  if (!twice) job->op = DPT_SUM;
-}
-
-}  // namespace
 
 // Sums of what models are trained in; the rest is rare in training, and kernels cost space.
 bool Job::adds_on_device(Collective collective, DataType dtype, ReduceOp op) {

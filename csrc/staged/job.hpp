@@ -79,7 +79,7 @@ struct Job {
   int threads;         // workers of each rank that reduce; 0 but for kReduce
   uint32_t description;
 
-  // Between nodes, all of a slot is one block for each: see internode_sender.hpp.
+  // Between nodes, all of a slot is one block for each: see internode/internode_sender.hpp.
   bool collects = false;  // nodes add up what others have of their block
   bool spreads = false;   // and get the others' blocks
   ReduceOp nodes_op;      // of the nodes' results

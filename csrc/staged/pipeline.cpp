@@ -6,7 +6,7 @@
 
 #include "base/error.hpp"
 #include "host/reduce_for_device.hpp"
-#include "staged/internode_sender.hpp"
+#include "staged/internode/internode_sender.hpp"
 #include "staged/sanitizer.hpp"
 #include "staged/workers.hpp"
 

@@ -7,7 +7,7 @@
 //      into the result's, and counts; the last of all says `ready`;
 //   3. the lane down waits for that, copies, and says `taken`.
 // Between nodes the last of the workers says `reduced` instead; then an internode sender passes the
-// chunk on, and says `ready` (internode_sender.hpp).
+// chunk on, and says `ready` (internode/internode_sender.hpp).
 //
 // A chunk that is passed on, or that devices reduce, goes from slots to them without workers.
 // Workers only compare, once for each operation, which one the ranks are in (`checked`).

@@ -10,8 +10,8 @@
 #include "cuda/device_group.hpp"
 #include "cuda/device_trials.hpp"
 #include "cuda/staged_group.hpp"
+#include "cuda/trees/trees.hpp"
 #include "fake_copy_engine.hpp"
-#include "tuner/trees.hpp"
 
 namespace dpt {
 namespace testing {

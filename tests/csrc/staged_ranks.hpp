@@ -14,7 +14,7 @@
 
 #include "elements.hpp"
 #include "fake_copy_engine.hpp"
-#include "staged/internode_sender.hpp"
+#include "staged/internode/internode_sender.hpp"
 #include "staged/pipeline.hpp"
 #include "staged/workers.hpp"
 

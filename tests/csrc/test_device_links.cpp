@@ -7,7 +7,7 @@
 #include <cstdlib>
 
 #include "comm/decisions.hpp"
-#include "comm/device_links.hpp"
+#include "cuda/trees/device_links.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
 

@@ -8,8 +8,8 @@
 #include <random>
 #include <sstream>
 
+#include "cuda/trees/trees.hpp"
 #include "topology/topology.hpp"
-#include "tuner/trees.hpp"
 
 namespace dpt {
 namespace {

@@ -11,5 +11,5 @@
 #include "cuda/push_reduce_scatter.cu"
 #include "cuda/ring_exchange.cu"
 #include "cuda/sum_pieces.cu"
-#include "cuda/tree_all_reduce.cu"
+#include "cuda/trees/tree_all_reduce.cu"
 #include "cuda/two_shot_all_reduce.cu"

@@ -1,5 +1,6 @@
 // The all_reduce along trees, against sums in double. Ranks that are no neighbours have no way to
 // each other's memory here, so that touching it crashes.
+#include "cuda/trees/tree_all_reduce.hpp"
 #include "emulated_group.hpp"
 
 namespace dpt::cuda {

@@ -1,4 +1,4 @@
-#include "tuner/trees.hpp"
+#include "cuda/trees/trees.hpp"
 
 #include <algorithm>
 #include <cctype>

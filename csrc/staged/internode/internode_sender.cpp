@@ -1,4 +1,4 @@
-#include "staged/internode_sender.hpp"
+#include "staged/internode/internode_sender.hpp"
 
 #include <algorithm>
 
@@ -14,6 +14,18 @@ constexpr uint64_t kCollecting = 2;
 constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); }
 
 }  // namespace
+
+// Sums stay in range between nodes as within one: 16-bit floats are averaged on each, of which all
+// have as many ranks, then among them.
+void plan_travel(Job* job, Collective collective, const Membership& ranks) {
+  job->collects = collective != DPT_ALL_GATHER;
+  job->spreads = collective != DPT_REDUCE_SCATTER;
+  job->nodes_op = job->op == DPT_PREMUL_SUM ? DPT_SUM : job->op;
+  if (job->op != DPT_AVG) return;
+  const bool twice = size_of(job->dtype) == 2;
+  job->nodes_divisor = twice ? ranks.layout.num_nodes() : ranks.layout.size();
+  if (!twice) job->op = DPT_SUM;
+}
 
 InternodeSender::InternodeSender(std::shared_ptr<Between> between,
                                  const Membership& ranks,

@@ -1,4 +1,4 @@
-#include "comm/device_links.hpp"
+#include "cuda/trees/device_links.hpp"
 
 #include <algorithm>
 

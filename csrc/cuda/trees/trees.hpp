@@ -17,6 +17,15 @@
 
 namespace dpt {
 
+namespace cuda {
+
+// A spanning tree of the ranks for each of them, its root: parent[root][rank], -1 for the root.
+struct Trees {
+  int8_t parent[kMaxRanks][kMaxRanks];
+};
+
+}  // namespace cuda
+
 // Between each two ranks, the same in both directions.
 struct LinkMatrix {
   static constexpr int kNone = -1;  // neither reaches the other's memory

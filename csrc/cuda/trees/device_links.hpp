@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "tuner/trees.hpp"
+#include "cuda/trees/trees.hpp"
 
 namespace dpt {
 

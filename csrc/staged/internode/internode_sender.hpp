@@ -19,23 +19,17 @@
 #pragma once
 
 #include <deque>
-#include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "staged/board.hpp"
+#include "staged/internode/between.hpp"
 #include "staged/job.hpp"
-#include "transport/tcp/links.hpp"
 
 namespace dpt::staged {
 
-// A rank's way to its partners.
-struct Between {
-  Links links;
-  // The links broke. Called by a worker.
-  std::function<void(dpt_status status, const std::string& reason)> on_trouble;
-};
+// Adds to a job of a group that spans nodes what of it crosses the network.
+void plan_travel(Job* job, Collective collective, const Membership& ranks);
 
 class InternodeSender {
  public:

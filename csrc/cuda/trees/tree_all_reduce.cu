@@ -17,6 +17,7 @@
 // 16-bit floats are rounded on every hop, those of stars once, as in two_shot_all_reduce.
 #include "cuda/chunks.cuh"
 #include "cuda/start.cuh"
+#include "cuda/trees/tree_all_reduce.hpp"
 
 namespace dpt::cuda {
 namespace {
