@@ -160,7 +160,8 @@ build-native: $(VENV)/.tools
 	@$(build_editable) cmake.define.DPT_BUILD_TESTS=ON cmake.define.DPT_WERROR=ON
 
 test-native: build-native ## GoogleTest of the torch-free core: ranks are threads
-	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel 2
+	@# One more than cores: some wait for time to pass.
+	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel 3
 
 # What the processes that tests start read first.
 STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1

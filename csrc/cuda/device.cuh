@@ -28,6 +28,9 @@ DPT_DEVICE void sync_channel() { __syncthreads(); }
 // Whether `ok` holds in every thread of the channel.
 DPT_DEVICE bool sync_channel_and(bool ok) { return __syncthreads_and(ok) != 0; }
 
+// The host's word lies behind PCIe, so it is read rarely.
+constexpr uint32_t kPollsPerCheck = 1024;
+
 constexpr int kWarp = 32;
 DPT_DEVICE void sync_warp() { __syncwarp(); }
 DPT_DEVICE bool warp_and(bool ok) { return __all_sync(~0u, ok) != 0; }

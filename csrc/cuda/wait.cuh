@@ -40,8 +40,6 @@ class Patience {
  public:
   // Asked after each poll in vain; true when the group failed or the time is up.
   DPT_DEVICE bool is_over(const GroupView& group, const CallView& call, int peer) {
-    // The host's word lies behind PCIe, so it is read rarely.
-    constexpr uint32_t kPollsPerCheck = 1024;
     if (++polls_ % kPollsPerCheck != 0) return false;
     if (load_relaxed(&group.status->abort) != 0) {
       give_up(group, HostStatus::kAborted, peer);

@@ -15,7 +15,9 @@ namespace {
 
 using staged::Rows;
 
+// Lanes that wait leave the cores to those that copy.
 constexpr std::chrono::microseconds kPoll{5};
+constexpr std::chrono::microseconds kSlowestPoll{320};
 
 void copy_rows(char* to, size_t to_pitch, const char* from, size_t from_pitch, const Rows& rows) {
   for (size_t row = 0; row < rows.count; ++row) {
@@ -76,7 +78,9 @@ void FakeLane::run() {
       const auto delay = std::uniform_int_distribution<int>(0, most_delay_us_)(random_);
       std::this_thread::sleep_for(std::chrono::microseconds(delay));
     }
-    while (!command()) std::this_thread::sleep_for(kPoll);
+    for (auto nap = kPoll; !command(); nap = std::min(nap * 2, kSlowestPoll)) {
+      std::this_thread::sleep_for(nap);
+    }
     lock.lock();
     commands_.pop_front();
     if (commands_.empty()) changed_.notify_all();

@@ -2,11 +2,15 @@
 // block lies in host memory. Slow, but all of a kernel's logic runs, also under ThreadSanitizer.
 #pragma once
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -19,21 +23,39 @@
 
 namespace dpt::cuda {
 
-// Threads that meet, and vote.
+// Sleeps until `word` is no more `value`, or for `most`.
+inline void sleep_on(const void* word, uint32_t value, const timespec* most) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, most, nullptr, 0);
+}
+inline void wake_all_on(const void* word) {
+  constexpr int kAll = std::numeric_limits<int>::max();
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, kAll, nullptr, nullptr, 0);
+}
+
+// Threads that meet, and vote. They sleep at once, where std::barrier takes time from those that
+// are to come.
 struct EmulatedBarrier {
-  explicit EmulatedBarrier(int threads) : barrier(threads) {}
-  void sync() { barrier.arrive_and_wait(); }
+  explicit EmulatedBarrier(int threads) : threads(threads) {}
+  void sync() { sync_and(true); }
   bool sync_and(bool ok) {
-    if (!ok) ++refusals;
-    sync();
-    const bool all_ok = refusals == 0;
-    sync();
-    if (!ok) --refusals;
-    sync();
-    return all_ok;
+    const uint32_t meeting = meetings.load(std::memory_order_acquire);
+    if (!ok) refused.store(true, std::memory_order_relaxed);
+    if (come.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+      all_ok[meeting % 2] = !refused.exchange(false, std::memory_order_relaxed);
+      come.store(0, std::memory_order_relaxed);
+      meetings.store(meeting + 1, std::memory_order_release);
+      wake_all_on(&meetings);
+    }
+    while (meetings.load(std::memory_order_acquire) == meeting) {
+      sleep_on(&meetings, meeting, nullptr);
+    }
+    return all_ok[meeting % 2];  // until all have come to the meeting after the next
   }
-  std::barrier<> barrier;
-  std::atomic<int> refusals{0};
+  const int threads;
+  std::atomic<uint32_t> meetings{0};
+  std::atomic<int> come{0};
+  std::atomic<bool> refused{false};
+  bool all_ok[2] = {};
 };
 
 // One crew of a packet's, and at least as many threads as a group has ranks.
@@ -89,14 +111,37 @@ template <typename T>
 std::atomic_ref<T> atomic(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at));
 }
+// There are many more threads than cores. Who polls lets others run, and who does so in vain sleeps
+// a while, or until the word changes: else those that wait would take the time of those that work.
+// They sleep longer where they poll nothing but one word.
+constexpr uint32_t kPollsPerCheck = 16;
+struct Polling {
+  const void* word = nullptr;
+  int polls = 0;  // since the thread last stored something
+  int same = 0;   // of them, the last ones of one word
+};
+inline thread_local Polling polling;
+
+inline void before_poll(const void* word, uint32_t value) {
+  constexpr int kYields = 4;
+  constexpr long kNapNs = 100'000;
+  polling.same = word == polling.word ? polling.same + 1 : 0;
+  polling.word = word;
+  if (++polling.polls <= kYields) return std::this_thread::yield();
+  const timespec nap{0, kNapNs << std::min(polling.same, 6)};
+  sleep_on(word, value, &nap);
+}
+
 template <typename T>
 T load_acquire(const T* from) {
-  std::this_thread::yield();  // there are more threads than cores
+  before_poll(from, static_cast<uint32_t>(atomic(from).load(std::memory_order_relaxed)));
   return atomic(from).load(std::memory_order_acquire);
 }
 template <typename T>
 void store_release(T* to, std::type_identity_t<T> value) {
   atomic(to).store(value, std::memory_order_release);
+  polling = {};
+  wake_all_on(to);
 }
 template <typename T>
 T load_relaxed(const T* from) {
