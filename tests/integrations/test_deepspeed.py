@@ -28,7 +28,7 @@ from deepytorch_core.testing import assert_same_on_all_ranks, spawn_ranks
 # One fixture trains in every mode, also on a busy machine.
 pytestmark = pytest.mark.timeout(240)
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 
 OFFLOAD = {
     "offload_param": {"device": "cpu"},

@@ -42,7 +42,7 @@ for _ in range(int(sys.argv[1])):
     if chunk == "65536":
         raise RuntimeError("no memory for such chunks")
     loss.backward()
-    time.sleep(0.002 if model.bucket_bytes_cap == 4 << 20 else 0.06)
+    time.sleep(0.002 if model.bucket_bytes_cap == 4 << 20 else 0.03)
     optimizer.step()
     optimizer.zero_grad()
 print(model.bucket_bytes_cap >> 20)
