@@ -95,16 +95,22 @@ def test_a_training_goes_on_and_is_packed_once_the_helper_is_done(
     assert padding_free.detach(model)
 
 
-def test_a_model_that_goes_ends_its_helper(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[Helper]:
+    """Those that are started from now on, at once."""
     monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
     monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
-    helpers: list[Helper] = []
+    started: list[Helper] = []
 
     def start(*args: Any, **kwargs: Any) -> Helper:
-        helpers.append(Helper(*args, **kwargs))
-        return helpers[-1]
+        started.append(Helper(*args, **kwargs))
+        return started[-1]
 
     monkeypatch.setattr(packing_watch, "Helper", start)
+    return started
+
+
+def test_a_model_that_goes_ends_its_helper(helpers: list[Helper]) -> None:
     model = llama()
     padding_free.watch(model)
     for _ in range(packing_watch._WATCHED + 1):
@@ -127,18 +133,7 @@ def test_a_helper_that_ended_before_it_was_asked_is_started_again() -> None:
     assert helper.answer is not None
 
 
-def test_a_model_that_is_never_trained_ends_its_helper(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile.json")))
-    monkeypatch.setattr(packing_watch.PackingWatch, "_least_run_s", 0.0)
-    helpers: list[Helper] = []
-
-    def start(*args: Any, **kwargs: Any) -> Helper:
-        helpers.append(Helper(*args, **kwargs))
-        return helpers[-1]
-
-    monkeypatch.setattr(packing_watch, "Helper", start)
+def test_a_model_that_is_never_trained_ends_its_helper(helpers: list[Helper]) -> None:
     model = llama()
     padding_free.watch(model)
     (helper,) = helpers

@@ -126,7 +126,8 @@ def test_who_is_patient_compiles_few_sizes_by_helpers_alone() -> None:
     engine.undo(model)
 
 
-def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhile() -> None:
+def helped() -> tuple[Sized, CompiledRegion, Ahead]:
+    """A model whose layers helpers compile for each size that comes again."""
     model = Sized()
     region = CompiledRegion(
         Region("layers.0", tuple(model.layers)),
@@ -137,6 +138,11 @@ def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhi
     region.install()
     helpers = Ahead(CPU, "aot-eager", budget_s=100.0)
     region.send_later(helpers)
+    return model, region, helpers
+
+
+def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhile() -> None:
+    model, region, helpers = helped()
     x = torch.randn(3, 8)
     expected = model(x)
     assert region.num_declined == 4  # nothing is captured for what comes once
@@ -157,16 +163,7 @@ def test_a_size_that_comes_later_is_compiled_by_helpers_and_runs_eagerly_meanwhi
 def test_steps_are_eager_while_helpers_compile_what_they_were_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Sized()
-    region = CompiledRegion(
-        Region("layers.0", tuple(model.layers)),
-        [policies.get("aot-eager")],
-        budget_s=100.0,
-        is_on=lambda _: True,
-    )
-    region.install()
-    helpers = Ahead(CPU, "aot-eager", budget_s=100.0)
-    region.send_later(helpers)
+    model, region, helpers = helped()
     is_done = helpers.is_done
     monkeypatch.setattr(helpers, "is_done", lambda part: len(declined) > 20 and is_done(part))
     x = torch.randn(3, 8)
