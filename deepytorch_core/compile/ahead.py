@@ -57,8 +57,8 @@ _POLL_S = 0.5
 # Modules are found where this process finds them, and not in the current folder before all others.
 # Ctrl-C is for the training, which may go on.
 _HELPER = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[2:]; "
-    "from deepytorch_core.compile import helper; helper.main(int(sys.argv[1]))"
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[3:]; "
+    "from deepytorch_core.compile import helper; helper.main(int(sys.argv[1]), sys.argv[2])"
 )
 # Threads of a helper's own, at least, that make kernels of its code.
 _KERNEL_THREADS = 2
@@ -335,7 +335,7 @@ class Ahead:
             if self._is_closed:
                 raise OSError("it is too late")
             process = subprocess.Popen(
-                [sys.executable, "-c", _HELPER, str(os.getpid()), *sys.path],
+                [sys.executable, "-c", _HELPER, str(os.getpid()), self._device.type, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if config.current().log == "debug" else subprocess.DEVNULL,

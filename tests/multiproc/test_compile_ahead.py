@@ -435,7 +435,7 @@ def test_helpers_without_work_end_and_others_take_their_place(
 
 
 def test_a_helper_ends_whose_training_was_gone_before_it_looked() -> None:
-    command = [sys.executable, "-c", ahead._HELPER, str(1 << 23), *sys.path]
+    command = [sys.executable, "-c", ahead._HELPER, str(1 << 23), "cpu", *sys.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as helper:
         assert helper.wait(60.0) == 1
 
