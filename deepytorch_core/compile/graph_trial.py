@@ -120,6 +120,11 @@ class GraphTrial:
         return failure if failure is not None and self._ranks(self._what).size == 1 else None
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it is beyond the steps in which kinds of calls are captured."""
+        return self._number >= CAPTURING_STEPS
+
+    @property
     def num_captured(self) -> int:
         """How many kinds of calls were captured."""
         return 0 if self._capture is None else self._capture.num_captured

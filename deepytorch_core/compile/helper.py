@@ -58,7 +58,7 @@ def _warm_up() -> None:
         for _ in range(2)
     )
     with inductor.patch(force_disable_caches=True):
-        torch.compile(step)(x, weight).backward()
+        torch.autograd.backward(torch.compile(step)(x, weight))
     torch._dynamo.reset()
     del x, weight
     torch.cuda.empty_cache()

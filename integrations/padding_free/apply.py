@@ -200,7 +200,7 @@ class _Attached(contract.Changes):
 
     def install(self, outer: Any, model: Any, found: Conventions, **how: bool) -> None:
         """Have the model train packed; `how` as `PackedForward` takes it."""
-        from deepytorch_core.compile import capture
+        from deepytorch_core.compile import capture, undecided
 
         from . import fused_head
         from .packed_forward import PackedForward
@@ -209,8 +209,11 @@ class _Attached(contract.Changes):
         self.on_undo(self.forward.install(outer))
         if found.fused_head:
             fused_head.install(self)
-        capture.register_sizes(outer, _Sizes(self.forward))
+        sizes = _Sizes(self.forward)
+        capture.register_sizes(outer, sizes)
+        undecided.register(outer, sizes.are_open)
         self.on_undo_of(outer, lambda changed: capture.register_sizes(changed, None))
+        self.on_undo_of(outer, lambda changed: undecided.register(changed, None))
 
     def _stop_planning(self) -> None:
         for loader, collate in self.planning.items():
@@ -231,14 +234,15 @@ class _Sizes:
 
     def __init__(self, forward: PackedForward) -> None:
         self._forward = weakref.ref(forward)
-        self._shapes = forward.shapes
+        self._shapes = forward.shapes, forward.joint_shapes
         self._users: set[str] = set()
 
     def use_few(self, is_on: bool, by: str) -> None:
         were_few = bool(self._users)
         (self._users.add if is_on else self._users.discard)(by)
         if bool(self._users) != were_few:
-            self._shapes.use_few(_NUM_SIZES if self._users else None)
+            for shapes in self._shapes:
+                shapes.use_few(_NUM_SIZES if self._users else None)
 
     @property
     def are_few(self) -> bool:
@@ -249,6 +253,11 @@ class _Sizes:
     def is_shared(self) -> bool:
         forward = self._forward()
         return forward is not None and forward.merged is not None and not forward.merged.is_over
+
+    def are_open(self) -> bool:
+        """Whether it is still found out if batches share passes, which have other sizes."""
+        forward = self._forward()
+        return forward is not None and forward.merged is not None and forward.merged.is_open
 
     @property
     def num_tokens(self) -> int | None:

@@ -29,12 +29,11 @@ from deepytorch_core.base import config, console, decisions
 from deepytorch_core.compile import graphs, module_state, seam
 
 from .keys import BATCH_KEY
-from .pass_budget import Fixed, Measured, StepTokens
+from .pass_budget import WHAT, Fixed, StepTokens, measured
 
 if TYPE_CHECKING:
     from deepytorch_core.data import Packing
 
-WHAT = "passes of micro-batches"
 # A trunk's arguments that are made of the batch.
 _OF_BATCH = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 _STEPS = ("transformers.trainer", "trl.trainer.sft_trainer")
@@ -114,7 +113,7 @@ def _budget(model: Any) -> Fixed | None:
     if isinstance(asked, int):
         return Fixed(asked)
     device = next(model.parameters()).device
-    return Measured(device) if asked == "auto" and device.type == "cuda" else None
+    return measured(model, device) if asked == "auto" and device.type == "cuda" else None
 
 
 def why_not_in(accelerator: Any) -> str | None:
@@ -236,8 +235,14 @@ class MergedPasses:
         if budget.problem is not None:
             self.stop(f"{self._name}: {budget.problem}", budget.times_ms)
         elif budget.times_ms is not None and not had_times:
-            why = f"{self._name}: {budget.tokens} tokens of a pass, in which a thousand take"
+            found = "in which a thousand take" if budget.times_ms else "from the profile"
+            why = f"{self._name}: {budget.tokens} tokens of a pass, {found}"
             decisions.record(WHAT, "merged", why, times_ms=budget.times_ms)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still found out if micro-batches share passes."""
+        return not (self.is_over or self._budget.is_settled)
 
     def enter(
         self, forward: Packer, call: dict[str, Any], packing: Packing

@@ -132,6 +132,8 @@ class PackedForward:
         is_whole: bool = True,
     ) -> None:
         self.shapes = Shapes()
+        self.joint_shapes = Shapes()
+        """Those of rows of several micro-batches: about as long as each other, and longer."""
         self.num_tokens: int | None = None
         """Tokens of the last batch, without those that fill it up."""
         self.are_few = False
@@ -249,7 +251,7 @@ class PackedForward:
             # To be replayed: a mask of ones would make models look for a zero, and so wait.
             return (), {name: value for name, value in call.items() if name != "attention_mask"}
         packed = self.pack(call, packing) if shared is None else shared
-        self.are_few = self.shapes.are_few
+        self.are_few = (self.shapes if shared is None else self.joint_shapes).are_few
         row = packed["input_ids"].shape[1]
         is_tuple = call.get("return_dict") is False
         if is_tuple:
@@ -495,7 +497,7 @@ class PackedForward:
         """The arguments for one row of several, filled up to one of few shapes."""
         lengths = [length for packing in packings for length in packing.lengths]
         num_tokens = sum(lengths)
-        shape = self.shapes.fit(num_tokens, len(lengths), max(lengths))
+        shape = self.joint_shapes.fit(num_tokens, len(lengths), max(lengths))
         names = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
         joint = {
             name: packed_rows.filled(

@@ -8,16 +8,21 @@ are shared.
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deepytorch_core import guard
+from deepytorch_core.base import config
+
+WHAT = "passes of micro-batches"
 
 MOST_TOKENS = 16_384
 """A GPU is full with fewer; beyond, a pass only takes more memory."""
 # Steps of each way that are timed; the first ones of the shared way, which captures, are not.
 TIMED_STEPS, UNTIMED_STEPS = 4, 3
+# Sizes of shared passes are captured and compiled as they come, so the shared way has more steps.
+MOST_TIMED_STEPS = 32
 # Shared passes may take this part of the free memory. Their backward pass is not made again.
 _SHARE_OF_MEMORY = 0.6
 # Times of so few steps tell no smaller loss from noise.
@@ -40,6 +45,11 @@ class Fixed:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more is found out."""
+        return True
+
     def note(self, step: StepTokens | None) -> None:
         """A step begins; the last one was that."""
 
@@ -51,22 +61,31 @@ class Fixed:
 class Measured(Fixed):
     """A budget for a GPU: none at first, then what memory allows, and it stays if it is faster.
 
+    An earlier run of the same model may have found that out. Then nothing is timed.
+
     Args:
         device: the GPU.
+        key: of the profile's entry.
 
     Attributes:
         problem: why micro-batches keep passes of their own, once that is known.
-        times_ms: of a thousand tokens, apart and merged, once both are known.
+        times_ms: of a thousand tokens, apart and merged, once both are known; none of this run
+            where the profile has them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, key: dict[str, Any]) -> None:
         super().__init__(0)
         self._device = device
+        self._key = key
+        is_asked_anew = config.current().tune == "force"
+        self._is_known = not is_asked_anew and guard.profile.find(key) is not None
         self._most_tokens = 0
         self._apart: list[float] = []
         self._merged: list[float] = []
         self._num_untimed = UNTIMED_STEPS
         self._began: float | None = None
+        if not self._is_known and (reason := guard.why_not_measured()) is not None:
+            self.problem = f"not measured: {reason}"
 
     @property
     def is_settled(self) -> bool:
@@ -80,10 +99,17 @@ class Measured(Fixed):
         guard.synchronize(self._device)
         now, began = time.perf_counter(), self._began
         self._began = now
-        if step is None or began is None or step.num_tokens == 0:
+        if step is None or step.num_tokens == 0:
             return
         self._most_tokens = max(self._most_tokens, step.most_tokens)
-        seconds = (now - began) / step.num_tokens
+        if self._is_known:
+            self._share()
+            self.times_ms = {} if self.problem is None else None
+        elif began is not None:
+            self._time((now - began) / step.num_tokens)
+
+    def _time(self, seconds: float) -> None:
+        """Take the time of a token of the last step."""
         if self.tokens == 0:
             self._apart.append(seconds)
             if len(self._apart) == TIMED_STEPS:
@@ -92,8 +118,8 @@ class Measured(Fixed):
             self._num_untimed -= 1
         else:
             self._merged.append(seconds)
-            if len(self._merged) == TIMED_STEPS:
-                self._judge()
+            if len(self._merged) >= TIMED_STEPS:
+                self._judge(is_last=len(self._merged) == MOST_TIMED_STEPS)
 
     def _share(self) -> None:
         free = self._free_tokens()
@@ -111,8 +137,23 @@ class Measured(Fixed):
         room = free + torch.cuda.memory_reserved(self._device) - there
         return int(_SHARE_OF_MEMORY * room * self._most_tokens / max(1, pass_bytes))
 
-    def _judge(self) -> None:
-        apart, merged = guard.median(self._apart), guard.median(self._merged)
+    def _judge(self, *, is_last: bool) -> None:
+        """Shared passes stay once some steps in a row are no slower, and go if none ever were."""
+        apart, merged = guard.median(self._apart), guard.median(self._merged[-TIMED_STEPS:])
+        is_slower = merged > _LOSS * apart
+        if is_slower and not is_last:
+            return
         self.times_ms = {"apart": apart * 1e6, "merged": merged * 1e6}
-        if merged > _LOSS * apart:
+        if is_slower:
             self.tokens, self.problem = 0, "passes of their own are faster"
+        elif config.local_rank() == 0:
+            guard.profile.keep(
+                self._key, {"chosen": "merged", "reason": "faster", "times_ms": self.times_ms}
+            )
+
+
+def measured(model: torch.nn.Module, device: torch.device) -> Measured:
+    """The budget of passes of the model's trunk, as its own steps or an earlier run tell it."""
+    facts = {"module": guard.fingerprint(model)}
+    key = guard.profile.key(f"{WHAT} of {type(model).__name__}", facts, world_size=1)
+    return Measured(device, key)

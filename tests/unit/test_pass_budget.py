@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from deepytorch.integrations.padding_free.pass_budget import (
+    MOST_TIMED_STEPS,
     MOST_TOKENS,
     Fixed,
     Measured,
     StepTokens,
 )
+from deepytorch.integrations.padding_free.pass_budget import measured as measured_of
 from deepytorch_core import guard
+from deepytorch_core.base import config
+from deepytorch_core.base.config import Options
 
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile")))
 
 
 class Machine:
@@ -30,19 +40,32 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: GIB + pass_bytes)
 
-    def train(self, budget: Measured, *, apart_us: float, merged_us: float) -> list[int]:
-        """Take steps of four micro-batches of 900 to 1,000 tokens; returns budgets."""
+    def train(
+        self,
+        budget: Measured,
+        *,
+        apart_us: float,
+        merged_us: float,
+        preparing_us: float = 0.0,
+        num_preparing: int = 0,
+    ) -> list[int]:
+        """Take steps of four micro-batches of 900 to 1,000 tokens; returns budgets.
+
+        The first `num_preparing` shared passes take `preparing_us` more for each token.
+        """
         found, step = [], None
-        for _ in range(20):
+        for _ in range(50):
             budget.note(step)
             found.append(budget.tokens)
-            self.now += 3_800 * (merged_us if budget.tokens else apart_us) / 1e6
+            is_preparing = budget.tokens > 0 and len(found) - found.count(0) <= num_preparing
+            token_us = merged_us + preparing_us * is_preparing if budget.tokens else apart_us
+            self.now += 3_800 * token_us / 1e6
             step = StepTokens(3_800, 1_000)
         return found
 
 
 def measured() -> Measured:
-    return Measured(torch.device("cuda", 0))
+    return measured_of(torch.nn.Linear(2, 2), torch.device("cuda", 0))
 
 
 def test_passes_are_shared_after_four_steps_and_stay_where_they_are_faster(
@@ -51,7 +74,7 @@ def test_passes_are_shared_after_four_steps_and_stay_where_they_are_faster(
     machine = Machine(monkeypatch, free=100 * GIB, pass_bytes=GIB)
     budget = measured()
     found = machine.train(budget, apart_us=20, merged_us=12)
-    assert found == [0] * 4 + [MOST_TOKENS] * 16
+    assert found == [0] * 4 + [MOST_TOKENS] * 46
     assert budget.problem is None
     assert budget.times_ms == pytest.approx({"apart": 20.0, "merged": 12.0})
 
@@ -63,6 +86,54 @@ def test_slower_passes_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_TOKENS in found
     assert found[-1] == 0
     assert budget.problem == "passes of their own are faster"
+
+
+def test_shared_passes_that_are_slow_while_they_are_prepared_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, free=100 * GIB, pass_bytes=GIB)
+    budget = measured()
+    found = machine.train(
+        budget, apart_us=20, merged_us=12, preparing_us=60, num_preparing=MOST_TIMED_STEPS // 2
+    )
+    assert found[-1] == MOST_TOKENS
+    assert budget.times_ms == pytest.approx({"apart": 20.0, "merged": 12.0})
+
+
+def test_the_next_run_shares_passes_from_its_first_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, free=100 * GIB, pass_bytes=GIB)
+    machine.train(measured(), apart_us=20, merged_us=12)
+    budget = measured()
+    assert not budget.is_settled
+    found = machine.train(budget, apart_us=20, merged_us=90)
+    assert found == [0] + [MOST_TOKENS] * 49
+    assert budget.times_ms == {}
+    (entry,) = guard.profile.entries()
+    assert entry["chosen"] == "merged"
+
+
+def test_what_is_no_longer_in_memory_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, free=100 * GIB, pass_bytes=GIB)
+    machine.train(measured(), apart_us=20, merged_us=12)
+    machine = Machine(monkeypatch, free=2 * GIB, pass_bytes=GIB)
+    budget = measured()
+    assert set(machine.train(budget, apart_us=20, merged_us=12)) == {0}
+    assert "memory is lacking" in str(budget.problem)
+
+
+def test_who_wants_the_same_bits_gets_what_the_profile_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = Machine(monkeypatch, free=100 * GIB, pass_bytes=GIB)
+    options = Options(profile=str(tmp_path / "profile"), deterministic=True)
+    monkeypatch.setattr(config, "_current", options)
+    assert "not measured: deterministic" in str(measured().problem)
+    monkeypatch.setattr(config, "_current", Options(profile=str(tmp_path / "profile")))
+    machine.train(measured(), apart_us=20, merged_us=12)
+    monkeypatch.setattr(config, "_current", options)
+    assert machine.train(measured(), apart_us=20, merged_us=12)[-1] == MOST_TOKENS
 
 
 def test_memory_bounds_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,13 +61,12 @@ class ReplayTrial(CompilationPhase):
     @property
     def last_step(self) -> int:
         """Steps are not counted here: this much is left at most."""
-        held = MOST_HELD - self._num_held
-        is_awaited = any(region.is_awaited for region in self._state.regions)
-        return self._state.steps.number + 2 * turns.MOST_STEPS + held * is_awaited
+        held = (MOST_HELD - self._num_held) * self._is_held
+        return self._state.steps.number + 2 * turns.MOST_STEPS + held
 
     def on_step(self) -> None:
         """Go on with the trial, or end with its verdict."""
-        if self._num_held < MOST_HELD and any(region.is_awaited for region in self._state.regions):
+        if self._num_held < MOST_HELD and self._is_held:
             self._num_held += 1  # there is nothing yet that could be captured
             return
         self.graphs.on_forward(self._state.steps.is_whole)
@@ -76,6 +75,14 @@ class ReplayTrial(CompilationPhase):
         if self._verdict is not None:
             self._conclude(self._verdict, self.graphs.is_replayed)
         self.successor = Decided(self.graphs)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether helpers still have code that is to be captured: any, or that of later sizes."""
+        is_open = self._state.is_on and not self.graphs.is_measured
+        return is_open and any(
+            region.is_awaited or region.is_waiting for region in self._state.regions
+        )
 
     def switch(self, is_replayed: bool) -> None:
         """Have replayed steps compiled and launched ones eager, if that is what is compared."""
