@@ -5,12 +5,11 @@ BIN := $(VENV)/bin
 # Bytecode is made of what is imported, then: of everything it takes longer than fetching it. It is
 # kept whatever the environment says, or each of the tests' many processes would make it anew.
 export PYTHONDONTWRITEBYTECODE :=
-PIP := $(BIN)/pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+PIP := .ci/install $(BIN)/python -c constraints.txt
 # HASHES=1, as in continuous integration: what is installed has to be the files whose hashes .ci/hashes
 # has noted, for Python 3.11 on Linux x86-64. torch is another build for each kind of machine.
 HASHES ?=
-HASHED := $(BIN)/pip --disable-pip-version-check install -q --no-compile --no-deps \
-          --no-build-isolation --require-hashes
+HASHED := .ci/install $(BIN)/python --no-deps --no-build-isolation --require-hashes
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CMAKE_FLAGS := -G Ninja -DSKBUILD_PROJECT_VERSION=$(VERSION) -DDPT_BUILD_PYTHON=OFF \
                -DDPT_BUILD_TESTS=ON -DDPT_WERROR=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
@@ -54,8 +53,10 @@ venv: $(VENV)/.project ## .venv with everything: PyTorch, the tools, this projec
 
 $(VENV)/.tools: constraints.txt
 	@.ci/system python compiler
-	@echo "Setting up $(VENV) (about two minutes) ..."
+	@echo "Setting up $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip --disable-pip-version-check install -q --no-deps $(if $(HASHES),\
+	  --require-hashes -r .ci/requirements/uv.txt,-c constraints.txt uv)
 	@$(if $(HASHES),$(HASHED) -r .ci/requirements/tools.txt,\
 	  $(PIP) scikit-build-core pybind11 cmake ninja setuptools wheel)
 	@touch $@
@@ -86,7 +87,7 @@ $(VENV)/.project: $(VENV)/.dependencies $(NATIVE) $(FOLDERS)
 	@# Another package, or an environment's older one, would own the same files.
 	@$(BIN)/pip uninstall -q -y deepytorch 2> /dev/null || true
 	@# Not its short name -C, which the pip of Python 3.11's early releases lacks.
-	@$(PIP) --no-build-isolation --no-deps -e . $(addprefix --config-settings ,$(NATIVE_SETTINGS)) \
+	@$(BIN)/pip --disable-pip-version-check install -q --no-compile --no-build-isolation --no-deps -e . $(addprefix --config-settings ,$(NATIVE_SETTINGS)) \
 	  --config-settings "build.targets=$(TARGETS)"
 	@touch $@
 

@@ -130,10 +130,10 @@ def test_make_installs_by_hash_where_it_is_asked_to(tmp_path: Path, *, hashed: b
     target = f"{tmp_path}/venv/.dependencies"
     command = ["make", "-n", f"VENV={tmp_path}/venv", f"HASHES={int(hashed) or ''}", target]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    installs = [line for line in done.stdout.splitlines() if " install " in line]
+    installs = [line for line in done.stdout.splitlines() if "install " in line]
     by_hash = [line for line in installs if "--require-hashes" in line]
     used = [part for line in by_hash for part in line.split() if part.endswith(".txt")]
-    named = [f".ci/requirements/{name}.txt" for name in ("tools", "venv", "vision", "fp8")]
+    named = [f".ci/requirements/{name}.txt" for name in ("uv", "tools", "venv", "vision", "fp8")]
     assert used == ([*named, ".ci/requirements/trainers.txt"] if hashed else [])
     # torch alone is installed without, and then nothing that it needs; the rest is there by then.
     (torch,) = (line for line in installs if line.endswith(" torch"))
