@@ -128,11 +128,12 @@ setup: $(VENV)/.tools
 	$(call beside_packages,build-native)
 	@$(MAKE) --no-print-directory venv
 
-# The linters keep one core busy, the compiler of what the tests need and the native tests the other.
+# The native tests mostly wait. Beside them, the linters and the compiler of what Python's tests need
+# keep one core busy.
 check: venv
 	@mkdir -p build
-	@$(MAKE) --no-print-directory adapter $(OPERATORS) test-native > build/check.log 2>&1 & check=$$!; \
-	  $(MAKE) --no-print-directory lint; status=$$?; \
+	@$(MAKE) --no-print-directory test-native > build/check.log 2>&1 & check=$$!; \
+	  $(MAKE) --no-print-directory lint adapter $(OPERATORS); status=$$?; \
 	  wait $$check || status=1; cat build/check.log; exit $$status
 
 lint: venv ## ruff, mypy --strict, clang-format, how prose begins: check only
@@ -169,12 +170,13 @@ STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
-BESIDE := tests/integrations tests/recipes tests/scripts tests/network tests/faults tests/docs \
+# Those that mostly wait come last: the other session has the tests that compute by then.
+BESIDE := tests/integrations tests/recipes tests/scripts \
           tests/multiproc/test_padding_free_training.py tests/multiproc/test_run_compare.py \
           tests/multiproc/test_compile_zero3.py tests/multiproc/test_kernels_sharded.py \
           tests/multiproc/test_compile.py tests/unit/test_compile_hostile.py \
           tests/unit/test_compile_replay.py tests/unit/test_deepspeed_flag.py \
-          $(wildcard tests/unit/test_padding*.py)
+          $(wildcard tests/unit/test_padding*.py) tests/docs tests/network tests/faults
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
 	@mkdir -p build

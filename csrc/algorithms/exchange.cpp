@@ -15,7 +15,7 @@ namespace dpt {
 namespace {
 
 // Longest copy between two looks at the abort word.
-constexpr size_t kStretchBytes = 1 << 20;
+constexpr size_t kCopiedBytes = 1 << 20;
 
 class Exchange {
  public:
@@ -115,9 +115,9 @@ class Exchange {
       const char* input = context_.reach_input(source, input_index(context_.me()));
       if (input == nullptr) continue;
       const size_t bytes = bytes_from(source);
-      for (size_t begin = 0; begin < bytes; begin += kStretchBytes) {
+      for (size_t begin = 0; begin < bytes; begin += kCopiedBytes) {
         segment_.throw_if_aborted();
-        copy(output_from(source) + begin, input + begin, std::min(kStretchBytes, bytes - begin));
+        copy(output_from(source) + begin, input + begin, std::min(kCopiedBytes, bytes - begin));
       }
     }
   }

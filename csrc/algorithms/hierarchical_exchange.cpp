@@ -309,7 +309,7 @@ class NodeExchange {
   Traffic* traffic_ = nullptr;
 };
 
-void run_exchange(const RunContext& context) { NodeExchange(context).run(); }
+void run_node_exchange(const RunContext& context) { NodeExchange(context).run(); }
 
 std::string words_of_delivery(Collective collective) {
   if (collective == DPT_GATHER) return "where the root copies them out, its node's own ranks' too";
@@ -358,12 +358,12 @@ Outline outline_exchange(const NodeRun& run, const NodeLayout& layout) {
 }  // namespace
 
 const Algorithm kHierarchicalAllGather{
-    AlgorithmName::kHierarchical, DPT_ALL_GATHER, run_exchange, outline_exchange};
+    AlgorithmName::kHierarchical, DPT_ALL_GATHER, run_node_exchange, outline_exchange};
 const Algorithm kHierarchicalGather{
-    AlgorithmName::kHierarchical, DPT_GATHER, run_exchange, outline_exchange};
+    AlgorithmName::kHierarchical, DPT_GATHER, run_node_exchange, outline_exchange};
 const Algorithm kHierarchicalScatter{
-    AlgorithmName::kHierarchical, DPT_SCATTER, run_exchange, outline_exchange};
+    AlgorithmName::kHierarchical, DPT_SCATTER, run_node_exchange, outline_exchange};
 const Algorithm kHierarchicalAllToAll{
-    AlgorithmName::kHierarchical, DPT_ALL_TO_ALL, run_exchange, outline_exchange};
+    AlgorithmName::kHierarchical, DPT_ALL_TO_ALL, run_node_exchange, outline_exchange};
 
 }  // namespace dpt

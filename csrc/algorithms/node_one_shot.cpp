@@ -107,7 +107,7 @@ void run_reduce(const RunContext& context) {
   copy(operation.outputs[0], result, operation.bytes());
 }
 
-void run_reduce_scatter(const RunContext& context) {
+void run_one_shot_reduce_scatter(const RunContext& context) {
   const Operation& operation = context.operation;
   const size_t bytes = operation.bytes();
   const int size = context.nodes->layout.size();
@@ -133,7 +133,7 @@ void run_all_gather(const RunContext& context) {
   }
 }
 
-void run_broadcast(const RunContext& context) {
+void run_one_shot_broadcast(const RunContext& context) {
   const Operation& operation = context.operation;
   OneShot one_shot(context);
   DPT_CHECK(operation.bytes() <= Segment::kSmallBytes);
@@ -191,10 +191,10 @@ const Algorithm kNodeOneShotAllReduce{
 const Algorithm kNodeOneShotReduce{
     AlgorithmName::kNodeOneShot, DPT_REDUCE, run_reduce, outline_one_shot};
 const Algorithm kNodeOneShotReduceScatter{
-    AlgorithmName::kNodeOneShot, DPT_REDUCE_SCATTER, run_reduce_scatter, outline_one_shot};
+    AlgorithmName::kNodeOneShot, DPT_REDUCE_SCATTER, run_one_shot_reduce_scatter, outline_one_shot};
 const Algorithm kNodeOneShotAllGather{
     AlgorithmName::kNodeOneShot, DPT_ALL_GATHER, run_all_gather, outline_one_shot};
 const Algorithm kNodeOneShotBroadcast{
-    AlgorithmName::kNodeOneShot, DPT_BROADCAST, run_broadcast, outline_one_shot};
+    AlgorithmName::kNodeOneShot, DPT_BROADCAST, run_one_shot_broadcast, outline_one_shot};
 
 }  // namespace dpt

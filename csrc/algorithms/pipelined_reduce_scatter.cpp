@@ -12,7 +12,7 @@
 namespace dpt {
 namespace {
 
-void run_reduce_scatter(const RunContext& context) {
+void run_pipelined_reduce_scatter(const RunContext& context) {
   Segment& segment = context.segment;
   const Operation& operation = context.operation;
   const size_t element_bytes = size_of(operation.dtype);
@@ -67,6 +67,6 @@ void run_reduce_scatter(const RunContext& context) {
 }  // namespace
 
 const Algorithm kPipelinedReduceScatter{
-    AlgorithmName::kPipelined, DPT_REDUCE_SCATTER, run_reduce_scatter};
+    AlgorithmName::kPipelined, DPT_REDUCE_SCATTER, run_pipelined_reduce_scatter};
 
 }  // namespace dpt

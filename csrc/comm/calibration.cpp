@@ -20,7 +20,7 @@ namespace {
 // On top of the operation's own timeout, which is meant for the operation.
 constexpr std::chrono::seconds kExtraTime{10};
 // How long a rank that is in an operation on a GPU, where nobody expects to wait, waits for others.
-constexpr std::chrono::milliseconds kPatience{30000};
+constexpr std::chrono::milliseconds kMostWaiting{30000};
 // A group that is busy whenever it could measure gets by without, and without asking again.
 constexpr int kMostTimesBusy = 64;
 
@@ -266,7 +266,7 @@ bool GroupTuning::all_come(const RunContext& context, int bucket) {
     decline(context, place);
     return false;
   }
-  const Deadline patience(std::min(kPatience, context.wait.deadline.timeout() / 2));
+  const Deadline patience(std::min(kMostWaiting, context.wait.deadline.timeout() / 2));
   if (rendezvous(context, place, ++visits_[collective][bucket], patience)) return true;
   ranks_came_apart_ = true;
   log(LogLevel::kInfo,

@@ -25,7 +25,7 @@ using Clock = std::chrono::steady_clock;
 constexpr DataType kType = DPT_BFLOAT16;
 // The program may have queued a lot.
 constexpr std::chrono::seconds kMostIdling{10};
-constexpr std::chrono::microseconds kPoll{20};
+constexpr std::chrono::microseconds kDevicePoll{20};
 // Trials take at most this part of the memory that is free.
 constexpr size_t kShareOfMemory = 4;
 // A round is as many calls as take this long.
@@ -38,13 +38,13 @@ constexpr size_t kLongTrial = 32 << 20;
 // of the largest alone take tens of milliseconds.
 constexpr size_t kMostInStages = size_t{128} << 20;
 constexpr int kMostCalls = 40;
-constexpr Pace kPace{.enough_us = 40e3,
-                     .most_us = 120e3,
-                     .fewest_rounds = 7,
-                     .fewest_long_rounds = 3,
-                     .most_rounds = 25,
-                     .cheap_us = 0,
-                     .long_us = 1000};
+constexpr Pace kDevicePace{.enough_us = 40e3,
+                           .most_us = 120e3,
+                           .fewest_rounds = 7,
+                           .fewest_long_rounds = 3,
+                           .most_rounds = 25,
+                           .cheap_us = 0,
+                           .long_us = 1000};
 
 // Whether something is much faster than the delegate by the medians, and the spreads hide it. What
 // is decided stays, in the profile too.
@@ -69,18 +69,18 @@ bool poll(const RunContext& context, Deadline limit, Done done) {
       context.wait.check();
       next_check = Clock::now() + kWaitSlice;
     }
-    std::this_thread::sleep_for(kPoll);
+    std::this_thread::sleep_for(kDevicePoll);
   }
   return true;
 }
 
 // The trial operation, and the ways to put it on the stream.
-class Trial {
+class DeviceTrial {
  public:
-  Trial(const RunContext& context,
-        DeviceTrials& trials,
-        DeviceGroup* group,
-        const dpt_delegate* delegate)
+  DeviceTrial(const RunContext& context,
+              DeviceTrials& trials,
+              DeviceGroup* group,
+              const dpt_delegate* delegate)
       : context_(context), trials_(trials), group_(group), delegate_(delegate) {}
 
   dpt_request request{};
@@ -216,7 +216,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
 
   const auto start = Clock::now();
   const size_t bytes = range_of(bucket).nominal;
-  Trial trial(context, *trials, group_, delegate_);
+  DeviceTrial trial(context, *trials, group_, delegate_);
   char* const memory = trials->allocate(trial_bytes(collective, bytes, rank, ranks));
   if (!trial.all_agree(memory != nullptr)) return {bucket, {}, 0};
   const TrialBuffers buffers(collective, bytes, rank, ranks, memory);
@@ -266,7 +266,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
   if (has_delegate) racers.push_back(stock);
   // An operation in stages is long enough for one call to tell how many make a round.
   const bool is_long = group_ == nullptr || bytes >= kLongTrial;
-  std::vector<Trial::Calls> calls(racers.size(), {is_long ? 1 : kFirstCalls, true});
+  std::vector<DeviceTrial::Calls> calls(racers.size(), {is_long ? 1 : kFirstCalls, true});
   const Turn turn = [&](size_t i, Clock::time_point since, double* elapsed) {
     const auto time_us = trial.run(racers[i], calls[i], since, elapsed);
     if (time_us) {
@@ -276,7 +276,7 @@ Bench::Result DeviceBench::measure(const RunContext& context, int bucket) {
     }
     return time_us;
   };
-  const Entry times = race(racers, kPace, turn, noise_hides_a_gain);
+  const Entry times = race(racers, kDevicePace, turn, noise_hides_a_gain);
   const auto by_stock = [](const Measurement& each) { return is_delegate(each.candidate); };
   if (group_ == nullptr && std::none_of(times.begin(), times.end(), by_stock)) {
     fails_in_stages_ = true;  // stages are the delegate's own operations, and it has just failed

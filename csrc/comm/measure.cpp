@@ -50,9 +50,9 @@ double microseconds_since(Clock::time_point start) {
 }
 
 // One trial operation, by any candidate.
-class Trial {
+class HostTrial {
  public:
-  Trial(const RunContext& context, Operation operation, const dpt_delegate* delegate)
+  HostTrial(const RunContext& context, Operation operation, const dpt_delegate* delegate)
       : context_(context), operation_(operation), delegate_(delegate) {}
 
   // Every rank's time, of which the slowest counts, in microseconds; nothing when it failed on any.
@@ -179,7 +179,7 @@ Bench::Result HostBench::measure(const RunContext& context, int bucket) {
   operation.inputs = buffers.inputs.data();
   operation.outputs = buffers.outputs.data();
   operation.sequence = context.operation.sequence;
-  const Trial trial(context, operation, delegate_);
+  const HostTrial trial(context, operation, delegate_);
 
   double elapsed_us = 0;
   if (delegate_ != nullptr) {

@@ -22,6 +22,9 @@ using Stream = void*;
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == sizeof(uint32_t) && Word::is_always_lock_free);
 
+// The word that stands for a number.
+constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); }
+
 // Whether a word that only grows has come to `value`, however often it went round.
 constexpr bool has_come_to(uint32_t word, uint32_t value) {
   return static_cast<int32_t>(word - value) >= 0;

@@ -30,8 +30,6 @@ constexpr uint32_t encode(uint32_t kind, int peer) {
   return kind | static_cast<uint32_t>(peer) << 8;
 }
 
-constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); }
-
 // From where an exception is being handled.
 void tell_cause(const StartHooks& hooks) {
   if (!hooks.failed) return;

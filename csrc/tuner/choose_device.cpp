@@ -22,7 +22,7 @@ constexpr size_t kLine = 8;  // bytes of data
 // More threads than this go to one channel when all channels have that many.
 constexpr size_t kFewThreads = 128;
 constexpr size_t kUsualChannels = 32;  // of messages that these have threads enough for
-constexpr size_t kUsualChunk = 16 << 10;
+constexpr size_t kUsualDeviceChunk = 16 << 10;
 // From here on a sum takes so long that programs compute beside it, and what it takes of the GPU
 // counts: NCCL's kernel has 24 blocks. On two H200 all_reduces of 16 MiB on 64 multiprocessors took
 // 0.74 of NCCL's time. DDP's step of BERT, which computes beside its buckets, took 1.02 of it.
@@ -89,8 +89,8 @@ cuda::Grid beside_compute(const ChooseDeviceRequest& request, cuda::Grid grid) {
   return grid;
 }
 
-size_t usual_chunk(const ChooseDeviceRequest& request) {
-  return std::min(kUsualChunk, size_t{request.layout.slot_bytes});
+size_t usual_device_chunk(const ChooseDeviceRequest& request) {
+  return std::min(kUsualDeviceChunk, size_t{request.layout.slot_bytes});
 }
 
 bool fits_in_lines(const ChooseDeviceRequest& request, const cuda::Grid& grid) {
@@ -118,20 +118,20 @@ constexpr Algorithm kAlgorithms[] = {
        return is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
      },
      full_grid,
-     {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+     {kUsualDeviceChunk, kUsualDeviceChunk / 2, kUsualDeviceChunk * 2}},
     {AlgorithmName::kTree,
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return is_whole(request) && request.large && request.wiring != cuda::Wiring::kAlike &&
               grid.threads == cuda::kMostThreads;
      },
      full_grid,
-     {kUsualChunk, kUsualChunk * 2}},
+     {kUsualDeviceChunk, kUsualDeviceChunk * 2}},
     {AlgorithmName::kPush,
      [](const ChooseDeviceRequest& request, const cuda::Grid& grid) {
        return !is_whole(request) && request.large && grid.threads == cuda::kMostThreads;
      },
      full_grid,
-     {kUsualChunk, kUsualChunk / 2, kUsualChunk * 2}},
+     {kUsualDeviceChunk, kUsualDeviceChunk / 2, kUsualDeviceChunk * 2}},
     {AlgorithmName::kCopyEngine,
      [](const ChooseDeviceRequest& request, const cuda::Grid&) {
        return goes_to_all(request) && request.even && request.copies.slot_bytes != 0 &&
@@ -145,7 +145,7 @@ constexpr Algorithm kAlgorithms[] = {
               grid.threads == cuda::kMostThreads;
      },
      full_grid,
-     {kUsualChunk, kUsualChunk * 2}},
+     {kUsualDeviceChunk, kUsualDeviceChunk * 2}},
 };
 // Tried beside the usual grid where that has more: each channel is a multiprocessor that computing
 // has to do without.
@@ -216,7 +216,7 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
     if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
     return {AlgorithmName::kTree,
             full_grid(request),
-            usual_chunk(request),
+            usual_device_chunk(request),
             "along trees, since not all GPUs reach each other's memory"};
   }
   const cuda::Grid in_lines = grid_in_lines(request);
@@ -227,8 +227,10 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   // Ranks must not go by sizes that only they know.
   if (!request.even) {
     if (request.delegate) return delegated("parts of different sizes are not measured");
-    return {
-        AlgorithmName::kPush, full_grid(request), usual_chunk(request), "parts of different sizes"};
+    return {AlgorithmName::kPush,
+            full_grid(request),
+            usual_device_chunk(request),
+            "parts of different sizes"};
   }
   if (!request.large) {
     return delegated("GPU kernels reduce this type and operation in small messages only");
@@ -241,11 +243,11 @@ DevicePlan rule_of_thumb(const ChooseDeviceRequest& request) {
   if (request.delegate) return delegated("GPU kernels are not known to be faster at this size");
   return whole ? DevicePlan{AlgorithmName::kTwoShot,
                             full_grid(request),
-                            usual_chunk(request),
+                            usual_device_chunk(request),
                             "reduce_scatter and all_gather in one kernel"}
                : DevicePlan{AlgorithmName::kPush,
                             full_grid(request),
-                            usual_chunk(request),
+                            usual_device_chunk(request),
                             "pushed into the peers' memory in chunks"};
 }
 

@@ -10,7 +10,7 @@ namespace {
 constexpr size_t kFewChunks = 4;
 constexpr size_t kSmallestChunk = 64 << 10;
 // The slots of all ranks together then stay in the cache of most processors.
-constexpr size_t kUsualChunk = 1 << 20;
+constexpr size_t kUsualStagedChunk = 1 << 20;
 // Below this there is little to divide, and the delegate's start takes as long.
 constexpr size_t kLeastDivided = 4 << 20;
 // Parts in percent that the delegate may get: from what it does where CPU-Reduce is clearly faster
@@ -28,9 +28,9 @@ size_t bytes_up(const ChooseDeviceRequest& request) {
   return request.bytes * static_cast<size_t>(request.devices_add ? others : others + 1);
 }
 
-size_t usual_chunk(const ChooseDeviceRequest& request) {
+size_t usual_staged_chunk(const ChooseDeviceRequest& request) {
   const size_t chunk = std::bit_ceil(bytes_up(request) / kFewChunks + 1);
-  return std::min(std::clamp(chunk, kSmallestChunk, kUsualChunk), request.staging.slot_bytes);
+  return std::min(std::clamp(chunk, kSmallestChunk, kUsualStagedChunk), request.staging.slot_bytes);
 }
 
 // If devices add up, workers can't be what holds up. With half of them a chunk is reduced no faster
@@ -48,7 +48,7 @@ bool can_divide(const ChooseDeviceRequest& request) {
 
 bool is_undivided(const Candidate& candidate) { return candidate.delegated == 0; }
 
-bool serves(const Candidate& candidate, const ChooseDeviceRequest& request) {
+bool is_served_by(const Candidate& candidate, const ChooseDeviceRequest& request) {
   return candidate.algorithm == AlgorithmName::kCpuReduce && candidate.chunk_bytes > 0 &&
          candidate.threads >= (request.devices_add ? 0 : 1) &&
          candidate.threads <= request.staging.threads;
@@ -67,7 +67,7 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request) {
     const Candidate chosen =
         can_divide(request) ? *request.tuned->chosen : best_of(*request.tuned, is_undivided);
     if (is_delegate(chosen)) return {AlgorithmName::kDelegate, {0, 0}, 0, request.tuned->reason};
-    if (serves(chosen, request)) {
+    if (is_served_by(chosen, request)) {
       // A later group may have smaller slots.
       const size_t chunk = std::min(chosen.chunk_bytes, request.staging.slot_bytes);
       return {AlgorithmName::kCpuReduce,
@@ -83,13 +83,13 @@ DevicePlan choose_staged(const ChooseDeviceRequest& request) {
   }
   return {AlgorithmName::kCpuReduce,
           {depth, usual_threads(request)},
-          usual_chunk(request),
+          usual_staged_chunk(request),
           request.staging.nodes > 1 ? "through the hosts' memory to the network and back"
                                     : "through the host's memory: the GPUs have no peer access"};
 }
 
 std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
-  const size_t usual = usual_chunk(request);
+  const size_t usual = usual_staged_chunk(request);
   std::vector<Candidate> found;
   const auto add = [&](size_t chunk, int threads, int delegated = 0) {
     const Candidate candidate{
@@ -97,7 +97,7 @@ std::vector<Candidate> staged_candidates(const ChooseDeviceRequest& request) {
     const bool known = std::any_of(found.begin(), found.end(), [&](const Candidate& each) {
       return each.chunk_bytes == chunk && each.threads == threads && each.delegated == delegated;
     });
-    if (!known && serves(candidate, request) && chunk <= request.staging.slot_bytes) {
+    if (!known && is_served_by(candidate, request) && chunk <= request.staging.slot_bytes) {
       found.push_back(candidate);
     }
   };

@@ -44,7 +44,7 @@ char* nothing_at(char* address, size_t bytes) {
 
 }  // namespace
 
-bool FakeDevices::add(ino_t file, size_t bytes) {
+bool FakeChunkDevices::add(ino_t file, size_t bytes) {
   std::lock_guard lock(mutex_);
   if (bytes > bytes_ - used_) return false;
   used_ += bytes;
@@ -52,7 +52,7 @@ bool FakeDevices::add(ino_t file, size_t bytes) {
   return true;
 }
 
-void FakeDevices::hold(ino_t file, size_t bytes) {
+void FakeChunkDevices::hold(ino_t file, size_t bytes) {
   std::lock_guard lock(mutex_);
   // Its owner may have freed it while a descriptor was on its way, which keeps it.
   const auto [found, again] = files_.try_emplace(file, Memory{bytes, 0});
@@ -60,7 +60,7 @@ void FakeDevices::hold(ino_t file, size_t bytes) {
   ++found->second.holders;
 }
 
-void FakeDevices::let_go(ino_t file) {
+void FakeChunkDevices::let_go(ino_t file) {
   std::lock_guard lock(mutex_);
   const auto found = files_.find(file);
   if (--found->second.holders > 0) return;
@@ -68,7 +68,7 @@ void FakeDevices::let_go(ino_t file) {
   files_.erase(found);
 }
 
-size_t FakeDevices::used() const {
+size_t FakeChunkDevices::used() const {
   std::lock_guard lock(mutex_);
   return used_;
 }

@@ -16,9 +16,9 @@
 namespace dpt::testing {
 
 // The devices' memory: gone when nobody has a handle or a mapping of it.
-class FakeDevices {
+class FakeChunkDevices {
  public:
-  explicit FakeDevices(size_t bytes = SIZE_MAX) : bytes_(bytes) {}
+  explicit FakeChunkDevices(size_t bytes = SIZE_MAX) : bytes_(bytes) {}
   // False: there is no more.
   bool add(ino_t file, size_t bytes);
   void hold(ino_t file, size_t bytes);
@@ -38,7 +38,8 @@ class FakeDevices {
 
 class FakeChunkMemory final : public ChunkMemory {
  public:
-  explicit FakeChunkMemory(std::shared_ptr<FakeDevices> devices) : devices_(std::move(devices)) {}
+  explicit FakeChunkMemory(std::shared_ptr<FakeChunkDevices> devices)
+      : devices_(std::move(devices)) {}
 
   // Calls that this process's driver can't make from now on.
   std::atomic<bool> cant_reserve{false};
@@ -69,7 +70,7 @@ class FakeChunkMemory final : public ChunkMemory {
   };
   uint64_t keep(UniqueFd file);
 
-  const std::shared_ptr<FakeDevices> devices_;
+  const std::shared_ptr<FakeChunkDevices> devices_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool stopped_ = false;

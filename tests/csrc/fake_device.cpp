@@ -23,15 +23,15 @@ std::optional<DeviceGroup::Failure> left_behind;
 int num_released = 0;
 
 // The ranks of a group share this: where each has its input.
-struct Meeting {
-  explicit Meeting(int size) : inputs(size), all(size) {}
+struct FakeMeeting {
+  explicit FakeMeeting(int size) : inputs(size), all(size) {}
   std::vector<const void*> inputs;
   std::barrier<> all;
 };
 
 class FakeGroup final : public DeviceGroup {
  public:
-  FakeGroup(const Setup& setup, std::shared_ptr<Meeting> meeting)
+  FakeGroup(const Setup& setup, std::shared_ptr<FakeMeeting> meeting)
       : rank_(setup.rank),
         wiring_(setup.wiring),
         meeting_(std::move(meeting)),
@@ -77,7 +77,7 @@ class FakeGroup final : public DeviceGroup {
  private:
   int rank_;
   cuda::Wiring wiring_;
-  std::shared_ptr<Meeting> meeting_;
+  std::shared_ptr<FakeMeeting> meeting_;
   cuda::Layout layout_;
 };
 
@@ -155,13 +155,13 @@ std::unique_ptr<DeviceGroup> DeviceGroup::connect(const Setup& setup) {
       return std::make_unique<testing::FakeCopyEngine>(setup.rank, options);
     });
   }
-  using testing::Meeting;
-  std::shared_ptr<Meeting> own;
-  if (setup.rank == 0) own = std::make_shared<Meeting>(setup.global_ranks.size());
+  using testing::FakeMeeting;
+  std::shared_ptr<FakeMeeting> own;
+  if (setup.rank == 0) own = std::make_shared<FakeMeeting>(setup.global_ranks.size());
   const auto address = reinterpret_cast<uintptr_t>(&own);
   const std::string text = setup.all_gather(std::to_string(address))[0];
   const auto meeting =
-      *reinterpret_cast<std::shared_ptr<Meeting>*>(std::strtoull(text.c_str(), nullptr, 10));
+      *reinterpret_cast<std::shared_ptr<FakeMeeting>*>(std::strtoull(text.c_str(), nullptr, 10));
   setup.all_gather("");  // rank 0's may go now
   return std::make_unique<testing::FakeGroup>(setup, meeting);
 }

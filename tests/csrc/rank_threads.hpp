@@ -93,6 +93,13 @@ struct Request {
   const dpt_request* get();
 };
 
+// An all_reduce that leaves the sum in `values`.
+inline Request sum_in_place(std::vector<float>& values) {
+  Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
+  request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
+  return request;
+}
+
 // One rank's membership of a group. Not copyable: the core keeps pointers into it.
 class Rank {
  public:

@@ -59,15 +59,9 @@ class Calibration : public ::testing::Test {
   std::string profile_ = folder_ / "profile.json";
 };
 
-Request sum(std::vector<float>& values) {
-  Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
-  request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
-  return request;
-}
-
 dpt_outcome sum_ones(Rank& rank, size_t count = kCount) {
   std::vector<float> values(count, 1.0F);
-  const dpt_outcome outcome = rank.run(sum(values));
+  const dpt_outcome outcome = rank.run(sum_in_place(values));
   if (outcome == DPT_COMPLETED) {
     EXPECT_EQ(values, std::vector<float>(count, static_cast<float>(rank.size())));
   }
@@ -189,8 +183,8 @@ TEST_F(Calibration, OfAsynchronousOperationsKeepsTheirOrder) {
             [](Rank& rank) {
               std::vector<float> values(kCount, 1.0F);
               std::vector<Pending> pending;
-              for (int i = 0; i < 6; ++i) pending.push_back(rank.start(sum(values)));
-              rank.run(sum(values));
+              for (int i = 0; i < 6; ++i) pending.push_back(rank.start(sum_in_place(values)));
+              rank.run(sum_in_place(values));
               for (Pending& each : pending) each.get();
               EXPECT_EQ(values, std::vector<float>(kCount, 2187.0F));  // 3^7
             },
@@ -203,7 +197,7 @@ TEST_F(Calibration, TheDelegateStaysInOrderWhileASizeIsUndecided) {
             [](Rank& rank) {
               std::vector<float> values(kCount, 1.0F);
               float one = 1;
-              Request tuned = sum(values);
+              Request tuned = sum_in_place(values);
               const Pending first = rank.start(std::move(tuned));  // measured, then delegated
               Request second(DPT_REDUCE, DPT_FLOAT32, 1);          // delegated at once
               EXPECT_EQ(rank.run(second.not_native("for the test").input(&one).output(&one)),
@@ -233,7 +227,7 @@ TEST_F(Calibration, FindsDifferentOperationsBeforeItMeasures) {
             [](Rank& rank) {
               // Rank 0's size is to be measured, rank 1's is not.
               std::vector<float> values(rank.rank() == 0 ? kCount : 10, 1.0F);
-              const Failure failure = failure_of([&] { rank.run(sum(values)); });
+              const Failure failure = failure_of([&] { rank.run(sum_in_place(values)); });
               EXPECT_EQ(failure.status, DPT_ERR_MISMATCH);
               EXPECT_THAT(failure.what(), HasSubstr("65536 x float32"));
               EXPECT_THAT(failure.what(), HasSubstr("10 x float32"));
@@ -248,7 +242,7 @@ TEST_F(Calibration, EndsWhenAPeerLeaves) {
               rank.barrier();
               if (rank.rank() == 1) return rank.destroy();
               std::vector<float> values(kCount, 1.0F);
-              const Failure failure = failure_of([&] { rank.run(sum(values)); });
+              const Failure failure = failure_of([&] { rank.run(sum_in_place(values)); });
               EXPECT_EQ(failure.status, DPT_ERR_PEER_LOST);
               EXPECT_THAT(failure.what(), StartsWith("all_reduce #2"));
             },

@@ -6,6 +6,7 @@
 
 #include "algorithms/algorithm.hpp"
 #include "tuner/choose.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -65,7 +66,6 @@ TEST(Choose, CutsLongMessagesIntoLongerChunks) {
                    .oversubscribed = oversubscribed})
         .chunk_bytes;
   };
-  constexpr size_t kKiB = 1 << 10;
   EXPECT_EQ(chunk(64 * kKiB, false, 1024 * kKiB), 64 * kKiB);
   EXPECT_EQ(chunk(4096 * kKiB, false, 1024 * kKiB), 128 * kKiB);
   EXPECT_EQ(chunk(4096 * kKiB, true, 1024 * kKiB), 256 * kKiB);

@@ -7,13 +7,13 @@
 
 #include "tuner/choose_staged.hpp"
 #include "tuner/table.hpp"
+#include "units.hpp"
 
 namespace dpt {
 namespace {
 
 using ::testing::HasSubstr;
 
-constexpr size_t kMiB = 1 << 20;
 constexpr cuda::Staging kStaging{.ranks = 4, .slot_bytes = 2 * kMiB, .depth = 3, .threads = 8};
 
 ChooseDeviceRequest request_for(Collective collective, size_t bytes) {

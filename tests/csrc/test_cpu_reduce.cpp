@@ -12,6 +12,7 @@
 #include "comm/fabric.hpp"
 #include "staged_program.hpp"
 #include "tuner/choose_staged.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -21,8 +22,6 @@ using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-constexpr size_t kMiB = 1 << 20;
 
 TEST_F(CpuReduce, ServesFourCollectives) {
   run_ranks(3, [](Rank& rank) {

@@ -17,17 +17,11 @@ std::string reason_counted(const std::string& group) {
   return "nothing was delegated";
 }
 
-Request sum(std::vector<float>& values) {
-  Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
-  request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
-  return request;
-}
-
 TEST(Delegate, ServesEverythingWhenNativeIsOff) {
   run_ranks(2,
             [](Rank& rank) {
               std::vector<float> values(10, 1.0F);
-              EXPECT_EQ(rank.run(sum(values)), DPT_DELEGATED);
+              EXPECT_EQ(rank.run(sum_in_place(values)), DPT_DELEGATED);
               EXPECT_EQ(rank.run(Request(DPT_BARRIER, DPT_UINT8, 0)), DPT_DELEGATED);
               EXPECT_EQ(rank.delegate().calls,
                         (std::vector<dpt_collective>{DPT_ALL_REDUCE, DPT_BARRIER}));
@@ -40,8 +34,9 @@ TEST(Delegate, ServesWhatTheAdapterKeepsFromNativeCode) {
   run_ranks(2,
             [](Rank& rank) {
               std::vector<float> values(10, 1.0F);
-              EXPECT_EQ(rank.run(sum(values).not_native("tensors on cuda")), DPT_DELEGATED);
-              EXPECT_EQ(rank.run(sum(values)), DPT_COMPLETED);
+              EXPECT_EQ(rank.run(sum_in_place(values).not_native("tensors on cuda")),
+                        DPT_DELEGATED);
+              EXPECT_EQ(rank.run(sum_in_place(values)), DPT_COMPLETED);
             },
             {.group = "cuda"});
   EXPECT_THAT(reason_counted("cuda"), HasSubstr("tensors on cuda"));

@@ -10,14 +10,13 @@
 #include "cuda/trees/device_links.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-constexpr size_t kMiB = 1 << 20;
 
 std::string links_of(const std::vector<LinksSeen>& ranks) { return to_text(links_between(ranks)); }
 

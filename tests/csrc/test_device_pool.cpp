@@ -33,7 +33,7 @@ constexpr std::chrono::seconds kPatience{20};
 
 class Process {
  public:
-  explicit Process(const std::shared_ptr<FakeDevices>& devices,
+  explicit Process(const std::shared_ptr<FakeChunkDevices>& devices,
                    std::chrono::milliseconds grace = kGrace)
       : grace_(grace), memory(new FakeChunkMemory(devices)), links(take(memory)) {}
 
@@ -101,7 +101,7 @@ char* seen(const PoolLinks::Joined& by, int owner_rank, Process& owner, const ch
 }
 
 TEST(ChunkPool, AloneSharesWithNobodyAndSoAtOnce) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process alone(devices);
   char outside = 0;
   EXPECT_EQ(alone.pool().base(), nullptr);
@@ -130,14 +130,14 @@ TEST(ChunkPool, AloneSharesWithNobodyAndSoAtOnce) {
 }
 
 TEST(ChunkPool, EndsWithTheDeviceAndWithTheRange) {
-  Process small(std::make_shared<FakeDevices>(5 * kPage));
+  Process small(std::make_shared<FakeChunkDevices>(5 * kPage));
   EXPECT_EQ(small.pool().allocate(6 * kPage), nullptr);
   char* const chunk = small.allocate(3, 1);
   EXPECT_EQ(small.allocate(3, 1), nullptr);
   small.pool().free(chunk);
   EXPECT_EQ(small.allocate(5, 1), chunk) << "nothing is lost by a failure";
 
-  Process large(std::make_shared<FakeDevices>());
+  Process large(std::make_shared<FakeChunkDevices>());
   EXPECT_EQ(large.pool().allocate(SIZE_MAX), nullptr);
   EXPECT_EQ(large.pool().allocate(kCapacity + 1), nullptr);
   char* const whole = large.allocate(kPages, 1);
@@ -146,7 +146,7 @@ TEST(ChunkPool, EndsWithTheDeviceAndWithTheRange) {
 }
 
 TEST(ChunkPool, SaysWhyThereIsNoSuchMemory) {
-  Process process(std::make_shared<FakeDevices>());
+  Process process(std::make_shared<FakeChunkDevices>());
   process.memory->cant_reserve = true;
   EXPECT_THROW(process.pool().allocate(kPage), Error);
   process.memory->cant_reserve = false;
@@ -154,7 +154,7 @@ TEST(ChunkPool, SaysWhyThereIsNoSuchMemory) {
 }
 
 TEST(PoolLinks, ShowChunksToAllPeersAtFixedAddresses) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices), b(devices), c(devices);
   const auto joined = join({{&a}, {&b}, {&c}});
   for (const auto& each : joined) {
@@ -175,7 +175,7 @@ TEST(PoolLinks, ShowChunksToAllPeersAtFixedAddresses) {
 }
 
 TEST(PoolLinks, BringLatecomersWhatIsThere) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices), b(devices), c(devices);
   char* const early = a.allocate(2, 1);
   EXPECT_TRUE(a.pool().is_shared(early, kPage));
@@ -200,7 +200,7 @@ TEST(PoolLinks, BringLatecomersWhatIsThere) {
 }
 
 TEST(PoolLinks, FreeWhenAllHaveUnmapped) {
-  const auto devices = std::make_shared<FakeDevices>(4 * kPage);
+  const auto devices = std::make_shared<FakeChunkDevices>(4 * kPage);
   Process a(devices, kPatience), b(devices), c(devices);
   const auto joined = join({{&a}, {&b}, {&c}});
   for (int round = 0; round < 20; ++round) {
@@ -218,7 +218,7 @@ TEST(PoolLinks, FreeWhenAllHaveUnmapped) {
 }
 
 TEST(PoolLinks, DontWaitTwiceForWhoDoesNotAnswer) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices), b(devices);
   const auto joined = join({{&a}, {&b}});
   b.memory->stop(true);
@@ -244,7 +244,7 @@ TEST(PoolLinks, DontWaitTwiceForWhoDoesNotAnswer) {
 }
 
 TEST(PoolLinks, LeaveWhatAPeerRefusesUnshared) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices, kPatience), b(devices), c(devices);
   const auto joined = join({{&a}, {&b}, {&c}});
   b.memory->cant_import = true;
@@ -263,7 +263,7 @@ TEST(PoolLinks, LeaveWhatAPeerRefusesUnshared) {
 }
 
 TEST(PoolLinks, LeaveWhatCantBeExportedUnshared) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices, kPatience), b(devices);
   const auto joined = join({{&a}, {&b}});
   a.memory->cant_export = true;
@@ -279,7 +279,7 @@ TEST(PoolLinks, LeaveWhatCantBeExportedUnshared) {
 }
 
 TEST(PoolLinks, GoOnWithoutWhoDied) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices, kPatience), b(devices);
   auto dies = std::make_unique<Process>(devices);
   auto joined = join({{&a}, {&b}, {dies.get()}});
@@ -330,7 +330,7 @@ TEST(PoolLink, TellsADeathFromAFailure) {
 
 // More messages than a socket holds.
 TEST(PoolLinks, KeepWhatCantBeSentAtOnce) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices, std::chrono::milliseconds(1)), b(devices);
   const auto joined = join({{&a}, {&b}});
   b.memory->stop(true);
@@ -346,7 +346,7 @@ TEST(PoolLinks, KeepWhatCantBeSentAtOnce) {
 }
 
 TEST(PoolLinks, AgreeOnWhetherThereIsAny) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices), b(devices), c(devices);
   b.memory->cant_reserve = true;
   for (const auto& each : join({{&a}, {&b}, {&c}})) {
@@ -370,7 +370,7 @@ TEST(PoolLinks, AgreeOnWhetherThereIsAny) {
 }
 
 TEST(PoolLinks, ServeSeveralRanksAndDevicesOfAProcess) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices, kPatience), b(devices);
   char* const early = a.pool(1).allocate(kPage);
   early[0] = 1;
@@ -393,7 +393,7 @@ TEST(PoolLinks, ServeSeveralRanksAndDevicesOfAProcess) {
 }
 
 TEST(PoolLinks, MeetInSeveralGroupsAtTheSameTime) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices, kPatience), b(devices), c(devices);
   char* const chunk = a.allocate(1, 1);
   std::vector<std::vector<PoolLinks::Joined>> joined(4);
@@ -413,7 +413,7 @@ TEST(PoolLinks, MeetInSeveralGroupsAtTheSameTime) {
 }
 
 TEST(PoolLinks, ClosesWhatAForkedChildInherits) {
-  const auto devices = std::make_shared<FakeDevices>();
+  const auto devices = std::make_shared<FakeChunkDevices>();
   Process a(devices), b(devices);
   const auto joined = join({{&a}, {&b}});
   char* const chunk = a.allocate(1, 1);
@@ -449,7 +449,7 @@ struct Model {
 // Every process allocates and frees at random in a thread of its own, beside groups that form.
 TEST(PoolLinks, HoldUnderRandomUse) {
   constexpr int kProcesses = 4;
-  const auto devices = std::make_shared<FakeDevices>(100 * kPage);
+  const auto devices = std::make_shared<FakeChunkDevices>(100 * kPage);
   std::vector<std::unique_ptr<Process>> processes;
   for (int index = 0; index < kProcesses; ++index) {
     processes.push_back(std::make_unique<Process>(devices, std::chrono::milliseconds(2000)));

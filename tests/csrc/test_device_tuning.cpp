@@ -12,6 +12,7 @@
 #include "comm/statistics.hpp"
 #include "fake_device.hpp"
 #include "rank_threads.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -19,9 +20,6 @@ namespace {
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
-
-constexpr size_t kKiB = 1 << 10;
-constexpr size_t kMiB = 1 << 20;
 
 class DeviceTuning : public ::testing::Test {
  protected:
@@ -66,7 +64,7 @@ Request on_device(Rank& rank, Request request, bool busy = false) {
   return request;
 }
 
-dpt_outcome sum_ones(Rank& rank, size_t bytes, bool busy = false) {
+dpt_outcome sum_device_ones(Rank& rank, size_t bytes, bool busy = false) {
   std::vector<float> values(bytes / sizeof(float), 1.0F);
   Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
   request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
@@ -80,8 +78,8 @@ dpt_outcome sum_ones(Rank& rank, size_t bytes, bool busy = false) {
 TEST_F(DeviceTuning, NativeServesWhereItIsFaster) {
   run_ranks(2,
             [](Rank& rank) {
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(11)});
   ASSERT_EQ(rows().size(), 1);
@@ -97,7 +95,7 @@ TEST_F(DeviceTuning, NativeServesWhereItIsFaster) {
 
 TEST_F(DeviceTuning, TheDelegateStaysWhereNativeIsNotClearlyFaster) {
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(10.2)});
   EXPECT_TRUE(is_delegate(*rows().at(0).decision.chosen));
   EXPECT_EQ(rows()[0].decision.reason, "native is not clearly faster, measured");
@@ -117,7 +115,7 @@ uint64_t calls_counted(const std::string& group) {
 TEST_F(DeviceTuning, WhatIsKnownToBeTheDelegatesIsCountedEachTime) {
   run_ranks(2,
             [](Rank& rank) {
-              for (int i = 0; i < 3; ++i) EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              for (int i = 0; i < 3; ++i) EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED);
               EXPECT_EQ(rank.delegate().calls.size(), 3);
               EXPECT_EQ(rank.num_known(), 2);
               rank.barrier();
@@ -127,8 +125,9 @@ TEST_F(DeviceTuning, WhatIsKnownToBeTheDelegatesIsCountedEachTime) {
               rank.barrier();
               EXPECT_EQ(calls_counted("known"), 0);
               rank.barrier();
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
-              EXPECT_EQ(sum_ones(rank, 2 * kMiB - 4, true), DPT_DELEGATED);  // of the same range
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_device_ones(rank, 2 * kMiB - 4, true),
+                        DPT_DELEGATED);  // of the same range
               rank.barrier();
               EXPECT_EQ(calls_counted("known"), 4);
             },
@@ -137,7 +136,7 @@ TEST_F(DeviceTuning, WhatIsKnownToBeTheDelegatesIsCountedEachTime) {
 
 TEST_F(DeviceTuning, SmallMessagesAreNativeUnmeasured) {
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 16 * kKiB), DPT_COMPLETED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, 16 * kKiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(1)});
   EXPECT_EQ(stock_calls_, 0);
   EXPECT_EQ(rows().size(), 0);
@@ -148,7 +147,7 @@ TEST_F(DeviceTuning, TheFastestGridIsChosen) {
     return plan.grid.channels == 16 ? 5.0 : 10.0;
   };
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, 4 * kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).decision.chosen->channels, 16);
 }
@@ -169,7 +168,7 @@ TEST_F(DeviceTuning, LongOnesAreTriedLessOftenAtFirst) {
       return 1000.0;
     };
     run_ranks(2,
-              [&, bytes = bytes](Rank& rank) { sum_ones(rank, bytes); },
+              [&, bytes = bytes](Rank& rank) { sum_device_ones(rank, bytes); },
               {.tune = DPT_TUNE_AUTO, .execute = stock(2000)});
     // One that is not timed, of each rank.
     EXPECT_EQ(calls_of_first, 2 * (1 + first_calls)) << bytes;
@@ -178,10 +177,10 @@ TEST_F(DeviceTuning, LongOnesAreTriedLessOftenAtFirst) {
 
 TEST_F(DeviceTuning, AGroupThatIsAlikeMeasuresNothing) {
   const RankOptions options{.tune = DPT_TUNE_AUTO, .execute = stock(20)};
-  run_ranks(2, [](Rank& rank) { sum_ones(rank, kMiB); }, options);
+  run_ranks(2, [](Rank& rank) { sum_device_ones(rank, kMiB); }, options);
   const int calls = stock_calls_;
   EXPECT_GT(calls, 0);
-  run_ranks(2, [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); }, options);
+  run_ranks(2, [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED); }, options);
   EXPECT_EQ(stock_calls_, calls);
   EXPECT_EQ(rows().at(0).decision.source, "measured in this run");
 }
@@ -190,13 +189,13 @@ TEST_F(DeviceTuning, ABusyStreamLeavesTheRangeOpen) {
   run_ranks(2,
             [](Rank& rank) {
               const bool one_is_busy = rank.rank() == 1;
-              EXPECT_EQ(sum_ones(rank, kMiB, one_is_busy), DPT_DELEGATED);
-              EXPECT_EQ(sum_ones(rank, 64 * kKiB, true), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB, one_is_busy), DPT_DELEGATED);
+              EXPECT_EQ(sum_device_ones(rank, 64 * kKiB, true), DPT_COMPLETED);
               rank.barrier();
               EXPECT_EQ(rows().size(), 0);
               rank.barrier();
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
-              EXPECT_EQ(sum_ones(rank, kMiB, true), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB, true), DPT_COMPLETED);
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().size(), 1);
@@ -205,7 +204,8 @@ TEST_F(DeviceTuning, ABusyStreamLeavesTheRangeOpen) {
 TEST_F(DeviceTuning, AGroupThatIsAlwaysBusyStopsAsking) {
   run_ranks(2,
             [](Rank& rank) {
-              for (int i = 0; i < 70; ++i) EXPECT_EQ(sum_ones(rank, kMiB, true), DPT_DELEGATED);
+              for (int i = 0; i < 70; ++i)
+                EXPECT_EQ(sum_device_ones(rank, kMiB, true), DPT_DELEGATED);
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
@@ -214,18 +214,18 @@ TEST_F(DeviceTuning, AGroupThatIsAlwaysBusyStopsAsking) {
 TEST_F(DeviceTuning, WithoutTuningTheRuleOfThumbLeavesLargeOnesToTheDelegate) {
   run_ranks(2,
             [](Rank& rank) {
-              EXPECT_EQ(sum_ones(rank, 128 * kKiB), DPT_COMPLETED);
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_device_ones(rank, 128 * kKiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED);
             },
             {.tune = DPT_TUNE_OFF, .execute = stock(20)});
   EXPECT_EQ(stock_calls_, 0);
   // collectives=native: no delegate competes.
-  run_ranks(2, [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); });
+  run_ranks(2, [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED); });
 }
 
 TEST_F(DeviceTuning, WhatNativeCanDoIsNeverDelegatedWhereNoDelegateCompetes) {
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO});
   EXPECT_EQ(rows().at(0).decision.chosen->algorithm, AlgorithmName::kPacket);
 }
@@ -233,7 +233,7 @@ TEST_F(DeviceTuning, WhatNativeCanDoIsNeverDelegatedWhereNoDelegateCompetes) {
 TEST_F(DeviceTuning, RanksThatShareAGpuHaveNoDelegate) {
   fake_devices().shared = true;
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(1)});
   EXPECT_EQ(stock_calls_, 0);
 }
@@ -241,7 +241,7 @@ TEST_F(DeviceTuning, RanksThatShareAGpuHaveNoDelegate) {
 TEST_F(DeviceTuning, ADelegateThatFailsIsNoCandidate) {
   run_ranks(
       2,
-      [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+      [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED); },
       {.tune = DPT_TUNE_AUTO, .execute = [](const dpt_request&) { return DPT_ERR_DELEGATE; }});
   const Decision decision = rows().at(0).decision;
   for (const Measurement& time : decision.times) {
@@ -252,7 +252,7 @@ TEST_F(DeviceTuning, ADelegateThatFailsIsNoCandidate) {
 TEST_F(DeviceTuning, TypesWithoutLargeKernelsGoByTheRuleWhereALargeOneWon) {
   run_ranks(2,
             [](Rank& rank) {
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);
               std::vector<double> wide(kMiB / sizeof(double));
               Request request(DPT_ALL_REDUCE, DPT_FLOAT64, wide.size());
               request.reduce_op(DPT_SUM).input(wide.data()).output(wide.data());
@@ -312,17 +312,17 @@ class DevicesOnNodes : public DeviceTuning {
   // How this rank's next all_reduce goes.
   static std::string way_of(Rank& rank, size_t bytes) {
     rank.delegate().node_of.clear();
-    EXPECT_EQ(sum_ones(rank, bytes), DPT_DELEGATED);
+    EXPECT_EQ(sum_device_ones(rank, bytes), DPT_DELEGATED);
     return rank.delegate().node_of.empty() ? "flat" : "in stages";
   }
 };
 
 TEST_F(DevicesOnNodes, LargeOnesGoByNodes) {
   run_ranks(4, [](Rank& rank) {
-    EXPECT_EQ(sum_ones(rank, 1 * kMiB), DPT_DELEGATED);
+    EXPECT_EQ(sum_device_ones(rank, 1 * kMiB), DPT_DELEGATED);
     EXPECT_EQ(exchange_parts(rank, /*even=*/true), DPT_DELEGATED);
     EXPECT_TRUE(rank.delegate().node_of.empty());
-    EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_DELEGATED);
+    EXPECT_EQ(sum_device_ones(rank, 8 * kMiB), DPT_DELEGATED);
     EXPECT_EQ(rank.delegate().node_of, std::vector<int>({0, 1, 0, 1}));
     EXPECT_EQ(rank.delegate().calls.size(), 3);
   });
@@ -332,7 +332,7 @@ TEST_F(DevicesOnNodes, LargeOnesGoByNodes) {
 TEST_F(DevicesOnNodes, NodesThatDifferGoInOneRing) {
   Fabric::instance().emulate_nodes({"a", "b", "a", "a"});
   run_ranks(4, [](Rank& rank) {
-    EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_DELEGATED);
+    EXPECT_EQ(sum_device_ones(rank, 8 * kMiB), DPT_DELEGATED);
     EXPECT_TRUE(rank.delegate().node_of.empty());
   });
 }
@@ -413,7 +413,7 @@ TEST_F(DevicesOnNodes, WithoutMeasuringADelegateThatCompetesStaysFlat) {
   // A graph is captured on one rank.
   run_ranks(4,
             [](Rank& rank) {
-              EXPECT_EQ(sum_ones(rank, 16 * kMiB, rank.rank() == 1), DPT_DELEGATED);
+              EXPECT_EQ(sum_device_ones(rank, 16 * kMiB, rank.rank() == 1), DPT_DELEGATED);
               EXPECT_EQ(way_of(rank, 16 * kMiB), "flat");
             },
             {.tune = DPT_TUNE_AUTO, .execute = execute});
@@ -465,7 +465,7 @@ TEST_F(DeviceTuning, LittleMemoryMeansSmallerTrials) {
     return plan.algorithm == AlgorithmName::kTwoShot ? 9.0 : 10.0;  // it serves any size
   };
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, 8 * kMiB), DPT_COMPLETED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, 8 * kMiB), DPT_COMPLETED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).decision.source, "measured now at 1 MiB");
   EXPECT_LE(rows()[0].bytes.first, 8 * kMiB);
@@ -474,7 +474,7 @@ TEST_F(DeviceTuning, LittleMemoryMeansSmallerTrials) {
 TEST_F(DeviceTuning, WhereLaunchesWaitNothingIsMeasured) {
   fake_devices().queues = false;
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
   EXPECT_EQ(stock_calls_, 0);
@@ -486,25 +486,25 @@ TEST_F(DeviceTuning, WithTheBudgetSpentOnlyTheNextRangesTimesServe) {
   };
   run_ranks(2,
             [](Rank& rank) {
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);
               rank.barrier();
               spend_budget();
               rank.barrier();
-              EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED);
-              EXPECT_EQ(sum_ones(rank, 16 * kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_device_ones(rank, 4 * kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, 16 * kMiB), DPT_DELEGATED);
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
 }
 
 TEST_F(DeviceTuning, TheProfileServesTheNextRun) {
   const RankOptions options{.tune = DPT_TUNE_AUTO, .profile = profile_, .execute = stock(20)};
-  run_ranks(2, [](Rank& rank) { sum_ones(rank, kMiB); }, options);
+  run_ranks(2, [](Rank& rank) { sum_device_ones(rank, kMiB); }, options);
   const Decision measured = rows().at(0).decision;
   for (const dpt_tune tune : {DPT_TUNE_AUTO, DPT_TUNE_PROFILE}) {
     Decisions::instance().reset();  // a new process
     stock_calls_ = 0;
     run_ranks(2,
-              [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED); },
+              [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED); },
               {.tune = tune, .profile = profile_, .execute = stock(20)});
     EXPECT_EQ(stock_calls_, 0);
     const Decision loaded = rows().at(0).decision;
@@ -517,8 +517,8 @@ TEST_F(DeviceTuning, TheProfileServesTheNextRun) {
 TEST_F(DeviceTuning, RepeatableRunsMeasureNothing) {
   run_ranks(2,
             [](Rank& rank) {
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED);
-              EXPECT_EQ(sum_ones(rank, 64 * kKiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED);
+              EXPECT_EQ(sum_device_ones(rank, 64 * kKiB), DPT_COMPLETED);
             },
             {.tune = DPT_TUNE_PROFILE, .profile = profile_, .execute = stock(20)});
   EXPECT_EQ(stock_calls_, 0);
@@ -527,7 +527,7 @@ TEST_F(DeviceTuning, RepeatableRunsMeasureNothing) {
 TEST_F(DeviceTuning, TheBudgetIsOneForHostAndDevice) {
   spend_budget();
   run_ranks(2,
-            [](Rank& rank) { EXPECT_EQ(sum_ones(rank, kMiB), DPT_DELEGATED); },
+            [](Rank& rank) { EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_DELEGATED); },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
   EXPECT_EQ(rows().at(0).decision.source, "rule of thumb");
 }
@@ -536,9 +536,9 @@ TEST_F(DeviceTuning, DifferentSizesAreFoundBeforeItMeasures) {
   run_ranks(2,
             [](Rank& rank) {
               const size_t bytes = rank.rank() == 0 ? kMiB : kMiB + 8;
-              const Failure failure = failure_of([&] { sum_ones(rank, bytes); });
+              const Failure failure = failure_of([&] { sum_device_ones(rank, bytes); });
               EXPECT_EQ(failure.status, DPT_ERR_MISMATCH);
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);  // none the worse for it
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);  // none the worse for it
             },
             {.tune = DPT_TUNE_AUTO, .execute = stock(20)});
 }
@@ -554,7 +554,7 @@ TEST_F(DeviceTuning, RanksThatComeAtDifferentTimesGoOnWithoutMeasuring) {
   std::barrier<> rank_zero_went_on(2);
   run_ranks(2,
             [&](Rank& rank) {
-              sum_ones(rank, 8);  // the ranks meet
+              sum_device_ones(rank, 8);  // the ranks meet
               std::vector<float> values(kMiB / sizeof(float));
               if (rank.rank() == 1) rank_zero_went_on.arrive_and_wait();
               EXPECT_EQ(rank.run(on_device(rank, all_reduce(values, 400))), DPT_DELEGATED);
@@ -578,8 +578,8 @@ TEST_F(DeviceTuning, HostAndDeviceOperationsTakeTurns) {
               Request request(DPT_ALL_REDUCE, DPT_FLOAT32, values.size());
               request.reduce_op(DPT_SUM).input(values.data()).output(values.data());
               const Pending pending = rank.start(std::move(request));
-              EXPECT_EQ(sum_ones(rank, kMiB), DPT_COMPLETED);
-              EXPECT_EQ(sum_ones(rank, 4 * kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, kMiB), DPT_COMPLETED);
+              EXPECT_EQ(sum_device_ones(rank, 4 * kMiB), DPT_COMPLETED);
               pending.get();
               EXPECT_EQ(values, std::vector<float>(values.size(), 3.0F));
             },

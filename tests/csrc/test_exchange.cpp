@@ -75,7 +75,7 @@ Elements part(DataType dtype, size_t count, int from, int to = 0) {
 constexpr int kMixes[] = {0, 0b1, 0b10, 0b10110, ~0};
 bool in_mix(int mix, int rank) { return (mix >> rank & 1) != 0; }
 
-const std::vector<size_t> kCounts = {0, 1, 1023, 50021};
+const std::vector<size_t> kUnevenCounts = {0, 1, 1023, 50021};
 
 class Parts : public ::testing::TestWithParam<int> {};
 
@@ -83,7 +83,7 @@ TEST_P(Parts, ReducesToEveryRankInEveryMixOfMemory) {
   run_ranks(GetParam(), [](Rank& rank) {
     for (const int mix : kMixes) {
       for (const DataType dtype : {DPT_FLOAT32, DPT_BFLOAT16, DPT_INT64}) {
-        for (const size_t count : kCounts) {
+        for (const size_t count : kUnevenCounts) {
           std::vector<Elements> inputs;
           for (int peer = 0; peer < rank.size(); ++peer) inputs.push_back(part(dtype, count, peer));
           const Elements expected = reference_reduce(DPT_SUM, inputs);
@@ -113,7 +113,7 @@ TEST_P(Parts, ReducesToTheRootAlone) {
   run_ranks(GetParam(), [](Rank& rank) {
     for (const int mix : kMixes) {
       for (int root = 0; root < rank.size(); ++root) {
-        for (const size_t count : kCounts) {
+        for (const size_t count : kUnevenCounts) {
           std::vector<Elements> inputs;
           for (int peer = 0; peer < rank.size(); ++peer) {
             inputs.push_back(part(DPT_FLOAT32, count, peer));
@@ -138,7 +138,7 @@ TEST_P(Parts, ReducesToTheRootAlone) {
 TEST_P(Parts, ReducesAndScattersInEveryMixOfMemory) {
   run_ranks(GetParam(), [](Rank& rank) {
     for (const int mix : kMixes) {
-      for (const size_t count : kCounts) {
+      for (const size_t count : kUnevenCounts) {
         std::vector<Elements> for_me;
         for (int peer = 0; peer < rank.size(); ++peer) {
           for_me.push_back(part(DPT_FLOAT32, count, peer, rank.rank()));
@@ -187,7 +187,7 @@ TEST_P(Parts, MovesFromAndToARoot) {
     for (const int mix : kMixes) {
       for (int root = 0; root < rank.size(); ++root) {
         const bool is_root = rank.rank() == root;
-        for (const size_t count : kCounts) {
+        for (const size_t count : kUnevenCounts) {
           std::vector<Elements> of_ranks;
           for (int peer = 0; peer < rank.size(); ++peer) {
             of_ranks.push_back(part(DPT_INT32, count, peer));
@@ -257,7 +257,7 @@ TEST_P(Parts, MovesUnevenParts) {
 TEST_P(Parts, MovesEvenPartsToAll) {
   run_ranks(GetParam(), [](Rank& rank) {
     for (const int mix : kMixes) {
-      for (const size_t count : kCounts) {
+      for (const size_t count : kUnevenCounts) {
         std::vector<Elements> sent;
         std::vector<Elements> expected;
         for (int peer = 0; peer < rank.size(); ++peer) {

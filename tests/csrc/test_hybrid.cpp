@@ -9,6 +9,7 @@
 
 #include "staged_program.hpp"
 #include "staged_ranks.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -16,7 +17,6 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 
-constexpr size_t kMiB = 1 << 20;
 constexpr int kPart = 40;  // percent
 
 // Ranks meet in this when each has come to it on its stream.

@@ -13,7 +13,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using staged::Job;
-using Failure = staged::Pipeline::Failure;
+using StagedFailure = staged::Pipeline::Failure;
 using ::testing::HasSubstr;
 
 constexpr Collective kBetweenNodes[] = {DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER};
@@ -122,7 +122,7 @@ TEST(InternodeSender, BroadcastIsNotServed) {
 
 void expect_failure(StagedRanks& ranks,
                     int rank,
-                    Failure::Kind kind,
+                    StagedFailure::Kind kind,
                     const ::testing::Matcher<int>& peer) {
   for (int i = 0; i < 10000 && !ranks[rank].failure(); ++i) std::this_thread::sleep_for(1ms);
   const auto failure = ranks[rank].failure();
@@ -133,7 +133,7 @@ void expect_failure(StagedRanks& ranks,
 
 void end(StagedRanks& ranks, std::vector<std::unique_ptr<Process>>& all) {
   for (int rank = 0; rank < ranks.size(); ++rank) {
-    if (!ranks[rank].is_broken()) ranks[rank].break_off(Failure::kAborted, rank);
+    if (!ranks[rank].is_broken()) ranks[rank].break_off(StagedFailure::kAborted, rank);
     while (!ranks[rank].failure() && !ranks[rank].is_done()) std::this_thread::sleep_for(1ms);
     ranks[rank].release();
   }
@@ -146,8 +146,8 @@ TEST(InternodeSender, APartnerThatDoesNotComeIsNamed) {
   Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 4);
   for (const int rank : {0, 1, 2}) ranks.enqueue(rank, operation.request(rank), {512, 1}, 2s);
   // The own node knows who is late, the other one whose part of it is missing.
-  expect_failure(ranks, 2, Failure::kTimeout, 3);
-  expect_failure(ranks, 0, Failure::kTimeout, ::testing::AnyOf(2, 3));
+  expect_failure(ranks, 2, StagedFailure::kTimeout, 3);
+  expect_failure(ranks, 0, StagedFailure::kTimeout, ::testing::AnyOf(2, 3));
   end(ranks, all);
   for (int rank = 0; rank < 3; ++rank) EXPECT_TRUE(operation.is_untouched(rank));
 }
@@ -159,8 +159,8 @@ TEST(InternodeSender, DifferentOperationsOfNodesAreNamed) {
   Operation other(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5001, 2);
   ranks.enqueue(0, one.request(0), {512, 1});
   ranks.enqueue(1, other.request(1), {512, 1});
-  expect_failure(ranks, 0, Failure::kMismatch, 1);
-  expect_failure(ranks, 1, Failure::kMismatch, 0);
+  expect_failure(ranks, 0, StagedFailure::kMismatch, 1);
+  expect_failure(ranks, 1, StagedFailure::kMismatch, 0);
   end(ranks, all);
 }
 
@@ -171,7 +171,7 @@ TEST(InternodeSender, APartnerThatLeftIsTold) {
   ranks.enqueue(0, operation.request(0), {512, 1});
   std::this_thread::sleep_for(20ms);
   ranks.leave(1);
-  expect_failure(ranks, 0, Failure::kAborted, 0);
+  expect_failure(ranks, 0, StagedFailure::kAborted, 0);
   EXPECT_THAT(ranks.links().trouble(), HasSubstr("rank 1"));
   ranks[0].release();
   all[0]->stream.synchronize();

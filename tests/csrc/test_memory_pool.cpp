@@ -16,13 +16,12 @@
 #include "rank_threads.hpp"
 #include "transport/shm/memory_pool.hpp"
 #include "transport/shm/peer_pools.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-constexpr size_t kMiB = 1 << 20;
 
 UniqueFd duplicate(int fd) { return UniqueFd(DPT_SYS_CHECK(fcntl(fd, F_DUPFD_CLOEXEC, 0))); }
 

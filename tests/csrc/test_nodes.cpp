@@ -10,6 +10,7 @@
 #include "comm/statistics.hpp"
 #include "elements.hpp"
 #include "host/reduce.hpp"
+#include "node_layouts.hpp"
 #include "rank_threads.hpp"
 #include "transport/node_layout.hpp"
 
@@ -47,20 +48,6 @@ TEST(NodeLayout, NoTwoNodesSendToTheSameAtATime) {
     }
     EXPECT_THAT(receivers, ::testing::UnorderedElementsAre(0, 1, 2, 3, 4));
   }
-}
-
-NodeLayout nodes_of(const std::vector<int>& sizes) {
-  NodeLayout layout;
-  int rank = 0;
-  for (const int size : sizes) {
-    layout.ranks.emplace_back();
-    for (int local = 0; local < size; ++local) {
-      layout.node_of.push_back(static_cast<int>(layout.ranks.size()) - 1);
-      layout.local_of.push_back(local);
-      layout.ranks.back().push_back(rank++);
-    }
-  }
-  return layout;
 }
 
 TEST(BlockSizes, FitWhereANodeCanSayThem) {

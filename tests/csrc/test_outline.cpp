@@ -5,6 +5,8 @@
 
 #include "algorithms/algorithm.hpp"
 #include "algorithms/outline.hpp"
+#include "node_layouts.hpp"
+#include "units.hpp"
 
 namespace dpt::testing {
 namespace {
@@ -12,22 +14,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-constexpr size_t kKiB = 1 << 10;
-
 using Rails = std::vector<std::vector<int>>;
-
-NodeLayout nodes_of(const std::vector<int>& sizes) {
-  NodeLayout layout;
-  for (const int size : sizes) {
-    layout.ranks.emplace_back();
-    for (int local = 0; local < size; ++local) {
-      layout.ranks.back().push_back(layout.size());
-      layout.node_of.push_back(static_cast<int>(layout.ranks.size()) - 1);
-      layout.local_of.push_back(local);
-    }
-  }
-  return layout;
-}
 
 Outline outline_of(Collective collective,
                    const std::vector<int>& sizes,

@@ -17,7 +17,7 @@ constexpr const char* kPort = "0000:15:01.0";
 constexpr const char* kDevice = "0000:18:00.0";
 
 // A device below a port, as sysfs has them; removed with the test.
-class PcieRate : public testing::Test {
+class PcieRate : public ::testing::Test {
  protected:
   void SetUp() override {
     std::string name = (fs::temp_directory_path() / "dpt-pcie-XXXXXX").string();

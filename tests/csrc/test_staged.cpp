@@ -26,7 +26,7 @@ using staged::Job;
 using staged::Pipeline;
 using staged::Shape;
 using staged::Workers;
-using Failure = Pipeline::Failure;
+using StagedFailure = Pipeline::Failure;
 
 constexpr Collective kCollectives[] = {
     DPT_ALL_REDUCE, DPT_REDUCE_SCATTER, DPT_ALL_GATHER, DPT_BROADCAST};
@@ -332,9 +332,9 @@ TEST(Staged, GroupsThatShareQueues) {
 
 // ---- When something goes wrong ----
 
-std::optional<Failure> wait_for_failure(const Pipeline& pipeline) {
+std::optional<StagedFailure> wait_for_failure(const Pipeline& pipeline) {
   const auto limit = std::chrono::steady_clock::now() + 20s;
-  std::optional<Failure> failure;  // asked once: the operation may end just as it is told
+  std::optional<StagedFailure> failure;  // asked once: the operation may end just as it is told
   while (!(failure = pipeline.failure()) && std::chrono::steady_clock::now() < limit) {
     if (pipeline.is_done()) return std::nullopt;
     std::this_thread::sleep_for(1ms);
@@ -370,7 +370,7 @@ TEST_P(ByWorkersOrDevices, ARankThatDoesNotComeIsNamed) {
   for (const int rank : {0, 2}) {
     const auto failure = wait_for_failure(ranks[rank]);
     ASSERT_TRUE(failure.has_value());
-    EXPECT_EQ(failure->kind, Failure::kTimeout);
+    EXPECT_EQ(failure->kind, StagedFailure::kTimeout);
     EXPECT_EQ(failure->peer, 1);
     EXPECT_EQ(failure->sequence, 3U);
     expect_held_and_released(ranks, all, rank);
@@ -403,7 +403,7 @@ TEST(StagedFailure, DifferentOperationsAreNoticed) {
     for (int rank = 0; rank < 2; ++rank) {
       const auto failure = wait_for_failure(ranks[rank]);
       ASSERT_TRUE(failure.has_value());
-      EXPECT_EQ(failure->kind, Failure::kMismatch);
+      EXPECT_EQ(failure->kind, StagedFailure::kMismatch);
       expect_held_and_released(ranks, all, rank);
     }
     // The output of rank 0 may have a copy of its own input.
@@ -428,13 +428,13 @@ TEST_P(ByWorkersOrDevices, AbortedInTheMiddle) {
         }
       }
       std::this_thread::sleep_for(delay);
-      ranks[2].break_off(Failure::kAborted, 2);
+      ranks[2].break_off(StagedFailure::kAborted, 2);
       for (int rank = 0; rank < 3; ++rank) {
         if (ranks[rank].is_done()) continue;
         const auto failure = wait_for_failure(ranks[rank]);
         if (!failure && ranks[rank].is_done()) continue;
         ASSERT_TRUE(failure.has_value());
-        EXPECT_EQ(failure->kind, Failure::kAborted);
+        EXPECT_EQ(failure->kind, StagedFailure::kAborted);
         expect_held_and_released(ranks, all, rank);
       }
       EXPECT_FALSE(ranks[0].failure().has_value());  // it was told, and nothing is under way
@@ -448,7 +448,7 @@ TEST(StagedFailure, WhatEndedBeforeKeepsItsResults) {
   StagedRanks ranks(all);
   Operation operation(DPT_ALL_REDUCE, DPT_FLOAT32, DPT_SUM, 5000, 2);
   run(ranks, all, operation, {512, 2});
-  ranks[0].break_off(Failure::kAborted, 0);
+  ranks[0].break_off(StagedFailure::kAborted, 0);
   for (int rank = 0; rank < 2; ++rank) {
     EXPECT_FALSE(ranks[rank].failure().has_value());
     EXPECT_TRUE(ranks[rank].is_done());
@@ -470,7 +470,7 @@ TEST_P(ByWorkersOrDevices, AnEngineThatFailsBreaksTheGroup) {
     for (const int rank : {1, 2}) {
       const auto failure = wait_for_failure(ranks[rank]);
       ASSERT_TRUE(failure.has_value());
-      EXPECT_EQ(failure->kind, Failure::kAborted);
+      EXPECT_EQ(failure->kind, StagedFailure::kAborted);
       EXPECT_EQ(failure->peer, 0);
       EXPECT_EQ(failure->sequence, 1U);
     }
@@ -505,7 +505,7 @@ TEST_P(ARankThatStops, InTheMiddleIsNamed) {
   for (const int rank : {1, 2}) {
     const auto failure = wait_for_failure(ranks[rank]);
     ASSERT_TRUE(failure.has_value());
-    EXPECT_EQ(failure->kind, Failure::kTimeout);
+    EXPECT_EQ(failure->kind, StagedFailure::kTimeout);
     EXPECT_EQ(failure->peer, 0);
   }
   stopped.set_value();

@@ -11,8 +11,6 @@ namespace {
 // Chunks that collect, or have collected and are not yet spread; also most that only collect.
 constexpr uint64_t kCollecting = 2;
 
-constexpr uint32_t low(uint64_t number) { return static_cast<uint32_t>(number); }
-
 }  // namespace
 
 // Sums stay in range between nodes as within one: 16-bit floats are averaged on each, of which all

@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kRingBytes = 256 << 10;
 constexpr size_t kReplies = 64;
 constexpr size_t kSlots = 4;
-constexpr size_t kPage = 4096;
+constexpr size_t kMailboxPage = 4096;
 
 // Counts since the group's beginning; they never wrap.
 struct alignas(kCacheLine) Counter {
@@ -61,8 +61,8 @@ struct Mailbox::Shared {
   Counter slots_written;
   Counter slots_read;
   alignas(kCacheLine) Reply replies[kReplies];
-  alignas(kPage) char ring[kRingBytes];
-  alignas(kPage) char slots[kSlots][kSlotBytes];
+  alignas(kMailboxPage) char ring[kRingBytes];
+  alignas(kMailboxPage) char slots[kSlots][kSlotBytes];
 };
 
 size_t Mailbox::area_bytes(int size) {

@@ -41,7 +41,8 @@ void tell_of_pools(const Error& error) {
   });
 }
 
-std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_t>& global_ranks) {
+std::string why_not_shm(const std::vector<PeerInfo>& peers,
+                        const std::vector<int64_t>& global_ranks) {
   for (size_t i = 1; i < peers.size(); ++i) {
     const std::string pair =
         "ranks " + std::to_string(global_ranks[0]) + " and " + std::to_string(global_ranks[i]);
@@ -206,7 +207,7 @@ std::vector<char*> map_pools(const ShmGroup& group,
 
 }  // namespace
 
-const Transport kShmTransport{"shm", why_not};
+const Transport kShmTransport{"shm", why_not_shm};
 
 // NOTE [One verdict] Attaching can fail on one rank alone (a security module, a descriptor limit).
 // So can mapping the peers' pools (limited address space). Each rank publishes how it went and

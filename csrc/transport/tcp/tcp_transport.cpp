@@ -11,7 +11,8 @@ namespace {
 constexpr std::chrono::milliseconds kLimit{30000};
 constexpr char kOk[] = "ok";
 
-std::string why_not(const std::vector<PeerInfo>& peers, const std::vector<int64_t>& global_ranks) {
+std::string why_not_tcp(const std::vector<PeerInfo>& peers,
+                        const std::vector<int64_t>& global_ranks) {
   const NodeLayout layout = NodeLayout::of(peers);
   if (layout.num_nodes() == 1) return "TCP is for groups of several nodes";
   for (const std::vector<int>& ranks : layout.ranks) {
@@ -212,7 +213,7 @@ class Joining {
 
 }  // namespace
 
-const Transport kTcpTransport{"tcp", why_not};
+const Transport kTcpTransport{"tcp", why_not_tcp};
 
 TcpConnection connect_tcp(const TcpGroup& group, const WaitContext& wait) {
   return Joining(group, wait).run();
