@@ -106,8 +106,9 @@ def test_wrong_seconds_are_refused(given: str) -> None:
 
 
 def test_seconds_are_of_each_run() -> None:
-    assert runs.parse_seconds("60,150,30") == (60.0, 150.0, 30.0)
-    assert runs.parse_seconds("2") == (2.0, 2.0, 2.0)
+    assert runs.parse_seconds("60,150,30") == (60.0, 150.0, 30.0, 150.0)
+    assert runs.parse_seconds("60,150,30,20") == (60.0, 150.0, 30.0, 20.0)
+    assert runs.parse_seconds("2") == (2.0, 2.0, 2.0, 2.0)
 
 
 def test_missing_checkouts_are_named_with_how_to_get_them(tmp_path: Path) -> None:

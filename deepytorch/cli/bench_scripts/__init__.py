@@ -45,8 +45,9 @@ def scripts(
     seconds: Annotated[
         str,
         typer.Option(
-            help="STOCK,FIRST,SECOND: how long runs train, from their first step: stock's, ours "
-            "from empty caches, and ours with what that one has kept; or one number for all."
+            help="STOCK,FIRST,SECOND[,PEER]: how long runs train, from their first step: stock's, "
+            "ours from empty caches, ours with what that one has kept, and another public way's; "
+            "or one number for all."
         ),
     ] = "60,150,60",
     rounds: Annotated[

@@ -23,7 +23,7 @@ from deepytorch_core.compare.script_records import FIRST, SECOND
 MOST_STEPS = 1_000_000
 """A run takes no more steps; its time ends it long before."""
 PEER = "peer"
-"""The arm of `Script.peer`: it runs as long as our first, since it may compile, too."""
+"""The arm of `Script.peer`."""
 COMPARED_STEPS = 400
 """Losses are compared over so many steps at most."""
 _LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
@@ -31,12 +31,12 @@ _LEAST_STEPS = MIN_STEPS + UNTIMED_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits runs to `seconds` since the first step: stock's, ours and ours again.
+    """Limits runs to `seconds` since the first step: stock's, ours, ours again, the peer's.
 
     `rounds` are further pairs of stock and ours again; a run is ended after `timeout_s` in all.
     """
 
-    seconds: tuple[float, float, float] = (60.0, 150.0, 60.0)
+    seconds: tuple[float, float, float, float] = (60.0, 150.0, 60.0, 150.0)
     rounds: int = 0
     timeout_s: float = 1200.0
 
@@ -57,19 +57,23 @@ class ScriptRow:
     matrix_rate: float | None = None
 
 
-def parse_seconds(text: str) -> tuple[float, float, float]:
-    """Read STOCK,FIRST,SECOND or one number for all. Raises BenchError for what is neither."""
+def parse_seconds(text: str) -> tuple[float, float, float, float]:
+    """Read STOCK,FIRST,SECOND[,PEER] or one number for all; a peer may compile, as our first does.
+
+    Raises BenchError for what is neither.
+    """
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if len(found) not in (1, 3) or not all(0 < seconds < math.inf for seconds in found):
+    if len(found) not in (1, 3, 4) or not all(0 < seconds < math.inf for seconds in found):
         raise BenchError(
             f"--seconds {text}: expected seconds of stock's run, of our first and of our second, "
-            "such as 60,150,60, or one number for all"
+            "such as 60,150,60, a peer's as the fourth if it is to differ from our first, or one "
+            "number for all"
         )
-    stock, first, second = found if len(found) == 3 else found * 3
-    return stock, first, second
+    stock, first, second, *peer = found if len(found) > 1 else found * 3
+    return stock, first, second, peer[0] if peer else first
 
 
 def measure(
@@ -119,7 +123,7 @@ def measure(
     if script.peer is not None and size == "full":
         theirs = _job(call(script, size, checkout, data, script.peer.arguments), limits, ranks)
         try:
-            arm = dataclasses.replace(arms[STOCK], name=PEER, seconds=limits.seconds[1])
+            arm = dataclasses.replace(arms[STOCK], name=PEER, seconds=limits.seconds[3])
             peer = run(theirs, arm)
         except CompareError as error:  # ours is measured all the same
             remarks.append(f"{script.peer.name}: {error}")
