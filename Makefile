@@ -170,13 +170,12 @@ STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1
 
 # Most tests wait for processes of their own: two sessions at a time keep the cores busy. They take
 # as long as each other; that beside the first must do without Ctrl-C, which shells keep from it.
-# Those that mostly wait come last: the other session has the tests that compute by then.
-BESIDE := tests/integrations tests/recipes tests/scripts \
+BESIDE := tests/integrations tests/recipes tests/scripts tests/network tests/faults tests/docs \
           tests/multiproc/test_padding_free_training.py tests/multiproc/test_run_compare.py \
           tests/multiproc/test_compile_zero3.py tests/multiproc/test_kernels_sharded.py \
           tests/multiproc/test_compile.py tests/unit/test_compile_hostile.py \
           tests/unit/test_compile_replay.py tests/unit/test_deepspeed_flag.py \
-          $(wildcard tests/unit/test_padding*.py) tests/docs tests/network tests/faults
+          $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
 	@mkdir -p build

@@ -63,7 +63,7 @@ class Sizes(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether several batches share passes of the module's trunk, which has then the sizes."""
+        """Whether the module's trunk has the sizes: alone, or in passes that batches share."""
 
     @property
     def num_tokens(self) -> int | None:
@@ -137,7 +137,7 @@ def why_not(root: nn.Module) -> str | None:
         return "nn.DataParallel runs on several GPUs"
     sizes = sizes_of(root)
     if sizes is not None and sizes.is_shared:
-        return "its micro-batches share passes of its trunk"
+        return "its trunk's passes have sizes of their own"
     hooked = module_state.hooked(root, is_replayed=True)
     return None if hooked is None else f"there are hooks on {hooked}"
 

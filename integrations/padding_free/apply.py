@@ -136,8 +136,8 @@ def _why_not_watched(outer: Any) -> str | None:
 def plan_batches(prepared: Any, loaders: Iterable[Any]) -> None:
     """Have data loaders plan the packing of their batches for a model that `attach` has changed."""
     attached = _attachment(prepared)
-    if attached is None:
-        return
+    if attached is None or attached.forward is None or attached.forward.conventions.of_trunk:
+        return  # a trunk alone isn't called with the loader's batch
     from .packed_forward import PlanningCollate
 
     for loader in loaders:
@@ -204,9 +204,14 @@ class _Attached(contract.Changes):
 
         from . import fused_head
         from .packed_forward import PackedForward
+        from .packed_trunk import PackedTrunk
 
-        self.forward = PackedForward(model, outer, found, **how)
-        self.on_undo(self.forward.install(outer))
+        if found.of_trunk:
+            self.forward = PackedTrunk(model, found, strict=how.get("strict", False))
+            self.on_undo(self.forward.install(model))
+        else:
+            self.forward = PackedForward(model, outer, found, **how)
+            self.on_undo(self.forward.install(outer))
         if found.fused_head:
             fused_head.install(self)
         sizes = _Sizes(self.forward)
@@ -252,7 +257,9 @@ class _Sizes:
     @property
     def is_shared(self) -> bool:
         forward = self._forward()
-        return forward is not None and forward.merged is not None and not forward.merged.is_over
+        if forward is None or forward.conventions.of_trunk:
+            return forward is not None
+        return forward.merged is not None and not forward.merged.is_over
 
     def are_open(self) -> bool:
         """Whether it is still found out if batches share passes, which have other sizes."""

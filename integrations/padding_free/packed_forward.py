@@ -72,6 +72,8 @@ class Conventions:
     padding_id: int | None = None  # positions count the tokens with another id, in the padded row
     per_token: tuple[str, ...] = ()  # arguments that are packed besides
     by_position: bool = False  # without a mask, sequences of a row begin where positions do
+    of_trunk: bool = False  # its trunk is packed alone, as its head takes a part of each sequence
+    is_aligned: bool = False  # that part is right where sequences begin in the first column
 
 
 class PlanningCollate:

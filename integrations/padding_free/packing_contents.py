@@ -98,18 +98,22 @@ class Tried:
 
     def per_token(self, model: Any, batch: dict[str, Tensor], run: _Run) -> tuple[str, ...]:
         """Those of `PER_TOKEN` that a packed row may bring."""
-        names = inspect.signature(model.forward).parameters
-        return tuple(
-            name
-            for name in PER_TOKEN
-            if name in names and self._takes({**batch, name: _entries(name, model, batch)}, run)
-        )
+        return per_token(model, batch, lambda given: self.are_alike(given, run))
 
-    def _takes(self, batch: dict[str, Tensor], run: _Run) -> bool:
+
+def per_token(
+    model: Any, batch: dict[str, Tensor], are_alike: Callable[[dict[str, Tensor]], bool]
+) -> tuple[str, ...]:
+    """Those of `PER_TOKEN` with which batches give the same, as `are_alike` tells."""
+
+    def takes(name: str) -> bool:
         try:
-            return self.are_alike(batch, run)
+            return are_alike({**batch, name: _entries(name, model, batch)})
         except Exception:  # whatever a model raises for an argument that it has no use for
             return False
+
+    names = inspect.signature(model.forward).parameters
+    return tuple(name for name in PER_TOKEN if name in names and takes(name))
 
 
 def _entries(name: str, model: Any, batch: dict[str, Tensor]) -> Tensor:

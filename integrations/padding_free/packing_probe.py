@@ -26,6 +26,7 @@ from deepytorch_core.data import Packing, plan
 
 from . import packed_attention, packing_contents, unpacked_output
 from .packed_forward import FUSED_HEAD, Conventions, PackedForward
+from .packed_trunk import PackedTrunk, pools
 
 _SEEN_UP_TO = 1 << 15
 _LENGTHS = (7, 12, 1, 9)
@@ -70,10 +71,11 @@ def probe(
     with contextlib.nullcontext() if as_trained else _evaluating(model), torch.no_grad():
         try:
             _check_masks(model, call)
+            compare = _compare_pooled if pools(model) else _compare
             for lower in _may_compute_in(model, precision):
                 with torch.autocast(_device(model).type, dtype=lower):
-                    _compare(model, call, lower)
-            return _compare(model, call, precision)
+                    compare(model, call, lower)
+            return compare(model, call, precision)
         except Unsupported:
             raise
         except Exception as error:
@@ -227,6 +229,95 @@ def _compare(model: Any, call: Callable[..., Any], precision: torch.dtype) -> Co
     if difference <= bound:
         raise Unsupported(f"the loss of a packed row differs by {loss_difference:.2g}")
     raise Unsupported(f"logits of a packed row differ by {difference:.2g}")
+
+
+def _compare_pooled(model: Any, call: Callable[..., Any], precision: torch.dtype) -> Conventions:
+    """The same for a head that takes a part of each sequence: only the trunk is packed."""
+    if model.base_model is model or model.config.pad_token_id is None:
+        raise Unsupported("it has no trunk below its head, or no id for padding")
+    tolerance = _NOISE.get(precision, 1e-4)
+    if _device(model).type == "cuda" and precision == torch.float32:
+        tolerance = _TF32_NOISE
+    for is_aligned in (False, True):
+        # The last row's sequence doesn't begin in the first column.
+        rows = slice(len(_LENGTHS) - is_aligned)
+        batch = {name: rest[rows] for name, rest in _batch(model).items() if name != "labels"}
+        with _called_tables(model) as tables:
+            logits, hidden = _pooled(model, call, batch)
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != rows.stop:
+            raise Unsupported("its output has no logits for each sequence")
+        table = next(iter(tables), None)
+        limit = None if table is None else int(table.num_embeddings)
+        for counting in _countings(table):
+            found = replace(counting, max_positions=limit, of_trunk=True, is_aligned=is_aligned)
+            if _difference((logits, hidden), _run_trunk(model, call, batch, found)) <= tolerance:
+                return _checked(model, call, batch, found, tolerance)
+    raise Unsupported("logits of a packed row differ")
+
+
+def _checked(
+    model: Any,
+    call: Callable[..., Any],
+    batch: dict[str, Tensor],
+    conventions: Conventions,
+    tolerance: float,
+) -> Conventions:
+    """Try other contents of a batch with which plain text packs; returns which arguments do."""
+    taking = replace(conventions, per_token=packing_contents.PER_TOKEN)
+
+    def are_alike(given: dict[str, Tensor]) -> bool:
+        stock = _pooled(model, call, given)
+        return _difference(stock, _run_trunk(model, call, given, taking)) <= tolerance
+
+    uncached = functools.partial(call, **_uncached(model))
+    if not are_alike(packing_contents.special(model, batch, uncached)):
+        raise Unsupported("some token ids have an effect on other tokens of the padded batch")
+    least, most = 4, model.get_input_embeddings().num_embeddings - 1
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    first = changed["input_ids"][0, : _LENGTHS[0]]
+    first.copy_(torch.where(first + 1 > most, min(least, most), first + 1))
+    before, after = (_run_trunk(model, call, given, conventions) for given in (batch, changed))
+    others = slice(_LENGTHS[0], None)
+    if _difference((before[0][1:], before[1][others]), (after[0][1:], after[1][others])) > 1e-6:
+        raise Unsupported("sequences of a packed row have an effect on each other")
+    return replace(conventions, per_token=packing_contents.per_token(model, batch, are_alike))
+
+
+def _pooled(
+    model: Any, call: Callable[..., Any], batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Logits of each sequence, and the trunk's hidden states [tokens, width] without padding."""
+    seen: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(
+        lambda trunk, args, output: seen.append(output[0][batch["attention_mask"] != 0])
+    )
+    try:
+        logits: Any = getattr(call(**batch, **_uncached(model)), "logits", None)
+    finally:
+        hook.remove()
+    return logits, seen[0]
+
+
+def _run_trunk(
+    model: Any, call: Callable[..., Any], batch: dict[str, Tensor], conventions: Conventions
+) -> tuple[Tensor, Tensor]:
+    """The same of a batch whose trunk is packed."""
+    trunk = model.base_model
+    was_training, trunk.training = trunk.training, True  # its own flag alone: it packs in training
+    remove = PackedTrunk(model, conventions, strict=True).install(model)
+    try:
+        return _pooled(model, call, batch)
+    finally:
+        remove()
+        trunk.training = was_training
+
+
+def _difference(expected: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> float:
+    """The largest one of each pair, as a part of the largest that is expected."""
+    return max(
+        float((mine - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-3)
+        for theirs, mine in zip(expected, given, strict=True)
+    )
 
 
 def _own_noise(

@@ -27,6 +27,7 @@ from deepytorch_core.topology import model as topology
 
 from . import packing_twin, unpacked_output
 from .packed_forward import Conventions
+from .packed_trunk import pools
 from .packing_helper import Helper
 from .packing_probe import Unsupported
 
@@ -135,6 +136,8 @@ class PackingWatch:
         if not torch.equal(self._random, torch.get_rng_state()):
             self._obstacle = "its passes draw from the CPU's generator, as what makes batches does"
         self._watch_backward(getattr(output, "loss", None))
+        if pools(self._model):
+            return output  # it has no padding, nor will it have
         return unpacked_output.watched(output, self._tell)
 
     def _watch_backward(self, loss: Any) -> None:

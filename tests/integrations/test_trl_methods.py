@@ -199,7 +199,7 @@ def figures(trainer: Any) -> list[dict[str, float]]:
         (grpo, llama, True),
         pytest.param(grpo, qwen2, True, marks=pytest.mark.extended),
         pytest.param(rloo, llama, True, marks=pytest.mark.extended),
-        (rewards, judge, False),
+        (rewards, judge, True),
     ],
 )
 def test_a_method_of_trl_gives_the_losses_of_stock(

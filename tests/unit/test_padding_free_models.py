@@ -393,9 +393,19 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "masks more than causality and a sliding window",
     ),
-    "labels of sequences": (
-        lambda: hf.BertForSequenceClassification(hf.BertConfig(**SHAPE)),
+    "labels of places": (
+        lambda: hf.BertForQuestionAnswering(hf.BertConfig(**SHAPE)),
+        "its output has no logits for each token",
+    ),
+    "labels of sentences": (
+        lambda: hf.BertForNextSentencePrediction(hf.BertConfig(**SHAPE)),
         "it takes no labels of each token",
+    ),
+    "no id for padding": (
+        lambda: hf.LlamaForSequenceClassification(
+            hf.LlamaConfig(**{**GROUPED, "pad_token_id": None})
+        ),
+        "no id for padding",
     ),
     "few positions": (
         lambda: hf.BertForMaskedLM(hf.BertConfig(**{**SHAPE, "max_position_embeddings": 8})),
