@@ -174,7 +174,7 @@ BESIDE := tests/integrations tests/recipes tests/scripts tests/network tests/fau
           tests/multiproc/test_padding_free_training.py tests/multiproc/test_run_compare.py \
           tests/multiproc/test_compile_zero3.py tests/multiproc/test_kernels_sharded.py \
           tests/multiproc/test_compile.py tests/unit/test_compile_hostile.py \
-          tests/unit/test_compile_replay.py tests/unit/test_deepspeed_flag.py \
+          tests/unit/test_deepspeed_flag.py \
           $(wildcard tests/unit/test_padding*.py)
 test-python: venv adapter $(OPERATORS) ## pytest: unit, several processes, conformance, recipes, adapters
 	@.ci/system spin
