@@ -128,12 +128,11 @@ setup: $(VENV)/.tools
 	$(call beside_packages,build-native)
 	@$(MAKE) --no-print-directory venv
 
-# The native tests mostly wait. Beside them, the linters and the compiler of what Python's tests need
-# keep one core busy.
+# The linters keep one core busy, the compiler of what the tests need the other, the native tests both.
 check: venv
 	@mkdir -p build
-	@$(MAKE) --no-print-directory test-native > build/check.log 2>&1 & check=$$!; \
-	  $(MAKE) --no-print-directory lint adapter $(OPERATORS); status=$$?; \
+	@$(MAKE) --no-print-directory adapter $(OPERATORS) test-native > build/check.log 2>&1 & check=$$!; \
+	  $(MAKE) --no-print-directory lint; status=$$?; \
 	  wait $$check || status=1; cat build/check.log; exit $$status
 
 lint: venv ## ruff, mypy --strict, clang-format, how prose begins: check only
@@ -162,8 +161,8 @@ build-native: $(VENV)/.tools
 	@$(build_editable) cmake.define.DPT_BUILD_TESTS=ON cmake.define.DPT_WERROR=ON
 
 test-native: build-native ## GoogleTest of the torch-free core: ranks are threads
-	@# One more than cores: some wait for time to pass.
-	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel 3
+	@# No more than cores: ranks and emulated devices that wait take processor time first.
+	$(BIN)/ctest --test-dir build/native --output-on-failure --parallel $(shell nproc)
 
 # What the processes that tests start read first.
 STARTUP := PYTHONPATH=$(CURDIR)/tests/startup OMP_NUM_THREADS=1
