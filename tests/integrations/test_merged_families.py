@@ -24,6 +24,7 @@ from deepytorch.integrations.transformers import pack_batches
 from deepytorch_core.base import config
 from deepytorch_core.base.config import Options
 from deepytorch_core.base.patching import Patches
+from packing_tries import keep_float64, with_a_trace_of_others, without_a_boundary
 
 VOCABULARY, NUM_ROWS, LARGE = 83, 29, 1 << 20
 CLOSE = 1e-10
@@ -102,20 +103,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is float64 stay so where a model asks for float32."""
-    real_to, real_float = Tensor.to, Tensor.float
-
-    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        is_wide = tensor.dtype == torch.float64
-        if is_wide and (kwargs.get("dtype") == torch.float32 or torch.float32 in args):
-            return tensor
-        return real_to(tensor, *args, **kwargs)
-
-    def as_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else real_float(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "to", to)
-    monkeypatch.setattr(Tensor, "float", as_float)
+    keep_float64(monkeypatch)
 
 
 def rows(seed: int) -> list[list[int]]:
@@ -235,27 +223,6 @@ def test_steps_of_every_family_are_the_padded_ones(
     assert all(
         number > 0 for number, accumulated in zip(shared, lengths, strict=True) if accumulated > 1
     )
-
-
-def without_a_boundary(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let the second sequence of a row see the first."""
-
-    def leaking(*given: Any, **more: Any) -> Tensor:
-        query, key, value, bounds, most = given
-        joined = torch.cat([bounds[:1], bounds[2:]])
-        return attention(query, key, value, joined, 2 * most, **more)
-
-    return leaking
-
-
-def with_a_trace_of_others(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Add a little of the row's mean to every token, which is lost in rounding to bfloat16."""
-
-    def leaking(query: Tensor, key: Tensor, value: Tensor, *given: Any, **more: Any) -> Tensor:
-        found = attention(query, key, value, *given, **more)
-        return found + 0.03 * value.mean((0, 1))
-
-    return leaking
 
 
 @pytest.mark.parametrize("leak", [without_a_boundary, with_a_trace_of_others])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +19,10 @@ from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import Tensor
 
 from deepytorch.integrations.padding_free import apply as padding_free
-from deepytorch.integrations.padding_free import packing_twin, packing_watch
+from deepytorch.integrations.padding_free import packing_watch
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
+from packing_tries import Inline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,27 +34,6 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "pad_token_id": 0,
 }
-
-
-class Inline:
-    """Stands in for the helper's process."""
-
-    answer: Any = None
-
-    def __init__(self, environment: Any, *, is_awaited: bool) -> None: ...
-
-    def ask(self, twin: bytes) -> None:
-        try:
-            found = packing_twin.examine(pickle.loads(twin))
-            self.answer = {"conventions": dataclasses.asdict(found)}
-        except packing_twin.Unsupported as reason:
-            self.answer = {"reason": str(reason)}
-
-    def wait(self) -> None:
-        """It is done."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ In float64, as what the models compute in float32 would hide small leaks.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import transformers as hf
 from torch import Tensor
 
 from deepytorch.integrations.padding_free import apply as padding_free
-from deepytorch.integrations.padding_free import packed_attention, packing_twin, packing_watch
+from deepytorch.integrations.padding_free import packed_attention, packing_watch
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
+from packing_tries import Inline, keep_float64, with_a_trace_of_others, without_a_boundary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,20 +92,7 @@ EVERY = [
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is float64 stay so where a model asks for float32."""
-    real_to, real_float = Tensor.to, Tensor.float
-
-    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        is_wide = tensor.dtype == torch.float64
-        if is_wide and (kwargs.get("dtype") == torch.float32 or torch.float32 in args):
-            return tensor
-        return real_to(tensor, *args, **kwargs)
-
-    def as_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else real_float(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "to", to)
-    monkeypatch.setattr(Tensor, "float", as_float)
+    keep_float64(monkeypatch)
 
 
 def made(name: str) -> Any:
@@ -250,27 +237,6 @@ def test_adapters_of_peft_train_with_a_packed_trunk() -> None:
         assert float(apart.abs().max()) <= CLOSE
 
 
-def without_a_boundary(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let the second sequence of a row see the first."""
-
-    def leaking(*given: Any, **more: Any) -> Tensor:
-        query, key, value, bounds, most = given
-        joined = torch.cat([bounds[:1], bounds[2:]])
-        return attention(query, key, value, joined, 2 * most, **more)
-
-    return leaking
-
-
-def with_a_trace_of_others(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Add a little of the row's mean to every token."""
-
-    def leaking(query: Tensor, key: Tensor, value: Tensor, *given: Any, **more: Any) -> Tensor:
-        found = attention(query, key, value, *given, **more)
-        return found + 0.03 * value.mean((0, 1))
-
-    return leaking
-
-
 @pytest.mark.parametrize("leak", [without_a_boundary, with_a_trace_of_others])
 @pytest.mark.parametrize("name", EVERY)
 def test_a_planted_leak_is_found(
@@ -282,24 +248,6 @@ def test_a_planted_leak_is_found(
     assert not padding_free.attach(model, "auto", adapter="test")
     monkeypatch.setattr(packed_attention, "varlen_attention", stock)
     assert padding_free.attach(model, "auto", adapter="test")
-
-
-class Inline:
-    """Stands in for the helper's process."""
-
-    answer: Any = None
-
-    def __init__(self, environment: Any, *, is_awaited: bool) -> None: ...
-
-    def ask(self, twin: bytes) -> None:
-        found = packing_twin.examine(packing_watch.pickle.loads(twin))
-        self.answer = {"conventions": dataclasses.asdict(found)}
-
-    def wait(self) -> None:
-        """It is done."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 @pytest.mark.parametrize("name", SHORT)
