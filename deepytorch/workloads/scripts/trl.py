@@ -120,7 +120,8 @@ def _sft(model: LanguageModel) -> Prepare:
     return prepare
 
 
-def _dpo(folder: Path, size: Size) -> None:
+def _preferences(folder: Path, size: Size) -> None:
+    """Make a model, and pairs of answers of which one is preferred."""
     _build(folder / "model", _LLAMA_1B.fields(size), _LLAMA_1B.kind)
     rows, longest = (6_000, 400) if size == "full" else (64, 16)
     (folder / "rows").mkdir()
@@ -179,6 +180,11 @@ def _sft_row(name: str, model: LanguageModel, *more: str, batch: int = 8) -> Scr
     return _row(f"trl-sft-{name}", path, _sft(model), *more, *_PLAIN, batch=batch)
 
 
+def _preferred(trainer: str, *more: str) -> Script:
+    name, path = f"trl-{trainer}-llama-1b", f"trl/scripts/{trainer}.py"
+    return _row(name, path, _preferences, *more, *_PLAIN)
+
+
 def _measured(
     script: Script, model: LanguageModel, *, rank: int = 0, peer: Peer | None = None
 ) -> Script:
@@ -217,5 +223,6 @@ SCRIPTS = (
     _measured(_sft_row("qwen3-8b-lora", _QWEN3_8B, *_ADAPTED, batch=4), _QWEN3_8B, rank=16),
     _measured(_sft_row("gemma3-4b", _GEMMA3_4B, *_FULL), _GEMMA3_4B),
     _measured(_sft_row("gpt-oss-20b-6-layers", _GPT_OSS_20B, *_FULL), _GPT_OSS_20B),
-    _row("trl-dpo-llama-1b", "trl/scripts/dpo.py", _dpo, "--learning_rate=5.0e-7", *_PLAIN),
+    _preferred("dpo", "--learning_rate=5.0e-7"),
+    _preferred("reward", "--learning_rate=1.0e-5"),
 )
