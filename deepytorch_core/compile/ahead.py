@@ -178,6 +178,24 @@ def _namesake() -> str:
     return next(value for _, value, _ in pickled if isinstance(value, str))
 
 
+@dataclass(eq=False)
+class Job:
+    """One graph's way to a helper and back.
+
+    Attributes:
+        is_over: whether a helper has done it, or nobody will.
+        problem: why nobody will; empty if one has.
+    """
+
+    is_over: bool = False
+    problem: str = ""
+
+    def end(self, problem: str) -> None:
+        """It is over."""
+        self.problem = problem
+        self.is_over = True
+
+
 def begun(owner: object, device: torch.device, *, budget_s: float) -> Ahead:
     """Helpers that compile as `auto` does; they end with `owner`, at work or not."""
     helpers = Ahead(device, policies.automatic(device)[0].name, budget_s=budget_s)
@@ -201,7 +219,7 @@ class Ahead:
         self._policy = policy
         self._budget_s = budget_s
         self._late_at = math.inf
-        self._jobs: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, bytes, Job]] = queue.SimpleQueue()
         self._open: collections.Counter[str] = collections.Counter()
         self._expected: collections.Counter[str] = collections.Counter()
         self._asked_at = math.inf
@@ -231,12 +249,12 @@ class Ahead:
             # A daemon: the end of the training does not wait for it.
             threading.Thread(target=self._serve, daemon=True).start()
 
-    def expect(self, part: str) -> Callable[[GraphModule], None]:
+    def expect(self, part: str, job: Job | None = None) -> Callable[[GraphModule], None]:
         """A graph was captured of that part, of which is not known yet how it is compiled.
 
-        Returns what takes it once that is known. The part is not done before.
+        Returns what takes it once that is known. Neither the part nor `job` is done before.
         """
-        settings = Settings.now(self._device)
+        settings, job = Settings.now(self._device), job or Job()
         is_open = [True]
         with self._lock:
             self._open[part] += 1
@@ -246,27 +264,39 @@ class Ahead:
             with self._lock:
                 was_open, is_open[0] = is_open[0], False
             if was_open:
-                self.submit(graph, part, settings)
+                self.submit(graph, part, job, settings)
                 with self._lock:
                     self._open[part] -= 1
                     self._expected[part] -= 1
 
         return submit
 
-    def submit(self, graph: GraphModule, part: str, settings: Settings | None = None) -> None:
-        """Have a helper compile `graph`, which Dynamo has just captured of that part.
+    def submit(
+        self,
+        graph: GraphModule,
+        part: str,
+        job: Job | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Have a helper compile a graph.
 
-        `settings`: as they were at the capture, if that was before.
+        Args:
+            graph: as Dynamo has captured it.
+            part: the model's part that it is of.
+            job: told when it is over.
+            settings: as they were at the capture; None: this process's now.
         """
+        job = job or Job()
         try:
-            job = _packed(graph, self._policy, settings or Settings.now(self._device))
+            packed = _packed(graph, self._policy, settings or Settings.now(self._device))
         except Exception as error:  # whatever in a graph can't be sent
-            self.failed.setdefault(part, f"{type(error).__name__}: {error}")
+            job.end(f"{type(error).__name__}: {error}")
+            self.failed.setdefault(part, job.problem)
             return
         with self._lock:
             self._asked_at = time.monotonic()
             self._open[part] += 1
-            self._jobs.put((part, job))
+            self._jobs.put((part, packed, job))
             self._serve_by(self._open.total())
 
     def is_done(self, part: str) -> bool:
@@ -295,13 +325,14 @@ class Ahead:
         with contextlib.suppress(OSError):
             process = self._started()  # what it begins with takes it seconds
         while (next_one := self._next_job()) is not None:
-            part, job = next_one
+            part, packed, job = next_one
             try:
                 if process is None or process.poll() is not None:
                     process = self._started()
-                why = _asked(process, job)
+                why = _asked(process, packed)
             except OSError as error:
                 why = f"a helper could not be started: {error}"
+            job.end(why)
             with self._lock:
                 self._open[part] -= 1
                 if why and not self._is_closed:
@@ -312,7 +343,7 @@ class Ahead:
                 _end(process.stdin)
             process.communicate()
 
-    def _next_job(self) -> tuple[str, bytes] | None:
+    def _next_job(self) -> tuple[str, bytes, Job] | None:
         """The next one; None where nobody has asked for one for a while, or wants any more."""
         since = time.monotonic()
         while not self._is_closed:

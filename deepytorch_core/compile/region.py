@@ -40,10 +40,10 @@ from deepytorch_core.compile import (
     signals,
     usage,
 )
-from deepytorch_core.compile.ahead import Ahead, at_once
+from deepytorch_core.compile.ahead import Ahead, Job, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
-from deepytorch_core.compile.sizes import RegionSizes
+from deepytorch_core.compile.sizes import CapturedGraph, RegionSizes
 from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
@@ -106,11 +106,12 @@ class CompiledRegion:
         self._graph_error: Exception | None = None
         self._ahead: Ahead | None = None
         self._later: Ahead | None = None
-        self.is_waiting = False
-        """Whether helpers have graphs of later sizes."""
-        self.num_declined = 0
-        """Calls that ran eagerly as their sizes had no graph yet."""
+        self.num_unready = 0
+        """Calls that ran without compiled code, as there was none yet for their sizes."""
         self._sent: set[Hashable] = set()
+        # Graphs of later sizes, left to helpers.
+        self._jobs: dict[Hashable, Job] = {}
+        self._left: list[CapturedGraph] = []
         self._sizes = RegionSizes(MOST_SIZES)
         self._is_eager_meanwhile = False  # in this pass
         self._num_modules = len(region.modules)
@@ -153,6 +154,11 @@ class CompiledRegion:
         return self._later is not None and self.failure is None and not self._at_once
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether helpers have graphs of later sizes."""
+        return self._sizes.are_waiting
+
+    @property
     def is_to_be_seen(self) -> bool:
         """Whether helpers are to have its graphs, and it was not called since."""
         return self.is_prepared and self._num_calls == 0 and self.failure is None
@@ -160,8 +166,6 @@ class CompiledRegion:
     def restart(self) -> None:
         """Capture all graphs anew, and take what was compiled for them `ahead.at_once`."""
         self._ahead = None
-        self.is_waiting = False
-        self._sizes.take_over()
         self._at_once = True
         # Those of a run that knows from the profile what was prepared: a step's.
         self._num_to_load = self.told.num_compiles, self._num_calls + len(self.region.modules)
@@ -221,21 +225,19 @@ class CompiledRegion:
             return True
         if self.is_prepared:
             return self._sizes.are_known(args, kwargs, again=0)
-        # As a pass begins: what checkpointing makes again has to go the way it went.
-        is_first = module is self.region.modules[0]
-        if is_first and self.is_waiting and self._later.is_done(self.region.name):
-            self.restart()
-        is_known = self._sizes.are_known(args, kwargs, again=self._num_modules)
-        if is_first:
+        if module is self.region.modules[0]:
+            # As a pass begins: what checkpointing makes again has to go the way it went.
+            self._at_once |= self._sizes.take_over()
+            has_all = self._later.has_all(self.region.name)
             # Its graphs would run as they were captured, which takes longer than the module's code.
-            self._is_eager_meanwhile = self.is_waiting and self._later.has_all(self.region.name)
-        if self._is_eager_meanwhile:
-            is_known = is_known and not self._sizes.are_awaited(args, kwargs)
-        self.num_declined += not is_known
-        return is_known
+            self._is_eager_meanwhile = self._sizes.have_awaited and has_all
+        is_known = self._sizes.are_known(args, kwargs, again=self._num_modules)
+        is_awaited = is_known and self._sizes.are_awaited(args, kwargs)
+        self.num_unready += is_awaited or not is_known
+        return is_known and not (is_awaited and self._is_eager_meanwhile)
 
     def _call_heard(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, sent = self.told.num_compiles, len(self._sent)
+        before, left = self.told.num_compiles, len(self._left)
         began = time.perf_counter()
         self._call = began, before
         numbers: list[torch.Tensor] | None = None
@@ -251,8 +253,9 @@ class CompiledRegion:
                 raise  # the module's own
             problem = guard.first_line(error)
         finally:
-            if len(self._sent) > sent:
-                self._sizes.await_code(args, kwargs)
+            if len(self._left) > left:
+                self.num_unready += 1
+                self._sizes.await_code(args, kwargs, self._left[left:])
             if self.told.num_compiles > before:
                 self._after_compile(time.perf_counter() - began)
         if numbers is not None:
@@ -298,16 +301,12 @@ class CompiledRegion:
         if cached_draws.are_in(graph, self._cached_calls):
             self.give_up("a function under lru_cache draws random numbers inside it")
             raise SkipFrame
-        key = ahead.inputs_of(graph)
+        key = (graph.code, ahead.inputs_of(graph))
         if self._ahead is not None:
-            self._sent.add((graph.code, key))
+            self._sent.add(key)
             return self._send(graph, self._ahead)
-        if self._later is not None and (graph.code, key) not in self._sent:
-            self._sent.add((graph.code, key))
-            self.is_waiting = True
-            return self._send(graph, self._later)
-        if self._later is not None and self.region.name in self._later.failed:
-            return graph.forward
+        if self._later is not None and key not in self._sent:
+            return self._leave(graph, inputs, self._later)
         if self.told.compile_s > self._budget_s:
             self.give_up(f"its compile budget of {self._budget_s:g} s is spent")
             return graph.forward
@@ -315,48 +314,74 @@ class CompiledRegion:
             problem = f"its compile budget of {self._budget_s:g} s is spent"
             self.told.dropped.setdefault("the rest of it", problem)
             return graph.forward
-        return self._graph(graph, inputs)
+        return self._graph(graph, CapturedGraph(inputs, is_ready=True))
 
     def _send(self, graph: GraphModule, helpers: Ahead) -> Runner:
-        """Have helpers compile the graph, once it is known for which outputs."""
+        """Have helpers compile the graph. It runs as it was captured, until it is captured anew."""
+        note = self._submit(graph, helpers, Job())
+        if note is None:
+            return graph.forward
+        return self._graph(graph, CapturedGraph(()), note)
+
+    def _leave(self, graph: GraphModule, inputs: Sequence[Any], helpers: Ahead) -> Runner:
+        """Have helpers compile the graph. It runs as it was captured, until that is taken over."""
+        key, note = (graph.code, ahead.inputs_of(graph)), None
+        if key not in self._jobs:
+            self._jobs[key] = Job()
+            note = self._submit(graph, helpers, self._jobs[key])
+        captured = CapturedGraph(inputs, self._jobs[key])
+        captured.is_ready = captured.is_compiled
+        if captured.is_ready:
+            self._at_once = True
+        else:
+            self._left.append(captured)
+        return self._graph(graph, captured, note)
+
+    def _submit(
+        self, graph: GraphModule, helpers: Ahead, job: Job
+    ) -> Callable[[set[int]], None] | None:
+        """Have helpers compile the graph for the outputs that get gradients.
+
+        Returns what wants to know these, where backward passes have to show them first.
+        """
         places = border.differentiable(graph) or []
         key, known, name = Usage.key(graph, places), self._usage, self.region.name
         used = known.of(key, places, is_dynamic=False)
         if used is not None:
-            helpers.submit(border.restricted(graph, places, used), name)
-            return graph.forward
-        send = helpers.expect(name)
+            helpers.submit(border.restricted(graph, places, used), name, job)
+            return None
+        send = helpers.expect(name, job)
 
         def note(used: set[int]) -> None:
             known.note(key, used)
             send(border.restricted(graph, places, frozenset(used)))
 
-        return graphs.Graph(
-            graph,
-            make=lambda: None,
-            note=note,
-            unusual=known.count,
-            tell=lambda settled: None,
-            failed=_weakly(self._failed),
-        )
+        return note
 
-    def _graph(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
-        """Runs the graph; compiled at once, or when it is known which outputs get gradients."""
+    def _graph(
+        self,
+        graph: GraphModule,
+        captured: CapturedGraph,
+        note: Callable[[set[int]], None] | None = None,
+    ) -> Runner:
+        """Runs the graph; compiled once it is `captured.is_ready`, and known for which outputs."""
         places = border.differentiable(graph) or []
-        key, is_dynamic = Usage.key(graph, places), usage.is_dynamic(inputs)
+        key, is_dynamic = Usage.key(graph, places), usage.is_dynamic(captured.inputs)
         context, reference, known = TracingContext.try_get(), weakref.ref(self), self._usage
 
         def make() -> graphs.CompiledGraph | None:
             region, used = reference(), known.of(key, places, is_dynamic=is_dynamic)
-            if region is None or used is None:
+            if region is None or used is None or not captured.is_ready:
                 return None
+            region.told.num_compiles += captured.is_compiled
+            inputs, captured.inputs = captured.inputs, ()
             with tracing(context):
                 return region._made(border.restricted(graph, places, used), inputs, used)
 
         return graphs.Graph(
             graph,
             make=make,
-            note=lambda used: known.note(key, used),
+            note=note or (lambda used: known.note(key, used)),
             unusual=known.count,
             tell=_weakly(self._settled),
             failed=_weakly(self._failed),
@@ -433,27 +458,6 @@ class CompiledRegion:
         # torch keeps what it compiled for a code object until it is told.
         weakref.finalize(self, reset_code, own.__code__).atexit = False
         return torch.compile(own, backend=_Backend(self), dynamic=self._is_dynamic)
-
-
-class CodeReadiness:
-    """Knows whether all code that a pass needs is there, and none is to be replaced."""
-
-    def __init__(self, regions: Sequence[CompiledRegion]) -> None:
-        self._regions = regions
-        self._num_declined = 0
-
-    @property
-    def applies(self) -> bool:
-        """Whether the pass that begins takes compiled code."""
-        return any(region.is_used for region in self._regions)
-
-    def is_reached(self) -> bool:
-        """Tell whether the pass that has ended had all of it."""
-        before = self._num_declined
-        self._num_declined = sum(region.num_declined for region in self._regions)
-        return before == self._num_declined and not any(
-            region.is_waiting for region in self._regions
-        )
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from deepytorch_core.compile.ahead import Job
+
 # So many that were seen once are remembered: a pass has layers, and batches have ever other sizes.
 _MOST_SEEN = 256
+
+
+@dataclass(eq=False)
+class CapturedGraph:
+    """A graph that this process is to compile, or to find in torch's caches.
+
+    Attributes:
+        inputs: those of the captured call, to compile it with.
+        job: that of the helper which compiles it before.
+        is_ready: whether it may be compiled here now.
+    """
+
+    inputs: Sequence[Any]
+    job: Job = field(default_factory=Job)
+    is_ready: bool = False
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a helper has compiled it."""
+        return self.job.is_over and not self.job.problem
 
 
 class RegionSizes:
@@ -21,7 +45,7 @@ class RegionSizes:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._known: set[Hashable] = set()
-        self._awaited: set[Hashable] = set()
+        self._awaited: dict[Hashable, list[CapturedGraph]] = {}
         self._seen: dict[Hashable, int] = {}
 
     def are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: int) -> bool:
@@ -42,17 +66,40 @@ class RegionSizes:
         self._known.add(size)
         return True
 
-    def await_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Helpers have a graph of a call with these."""
-        self._awaited.add(_size_of(args, kwargs))
+    def await_code(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: Sequence[CapturedGraph]
+    ) -> None:
+        """Helpers have these graphs of a call with these arguments."""
+        self._awaited.setdefault(_size_of(args, kwargs), []).extend(graphs)
 
     def are_awaited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether helpers have a graph of such a call, and it was not taken over yet."""
+        """Whether a graph of such a call was not taken over yet, or never will be."""
         return _size_of(args, kwargs) in self._awaited
 
-    def take_over(self) -> None:
-        """All that helpers have done is taken over."""
-        self._awaited.clear()
+    @property
+    def have_awaited(self) -> bool:
+        """Whether that is so for any call."""
+        return bool(self._awaited)
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether helpers still have a graph."""
+        return not all(graph.job.is_over for graph in itertools.chain(*self._awaited.values()))
+
+    def take_over(self) -> bool:
+        """Let graphs run whose code is there; returns whether that is so for any."""
+        done = [
+            size
+            for size, graphs in self._awaited.items()
+            if all(graph.is_compiled for graph in graphs)
+        ]
+        for size in done:
+            for graph in self._awaited.pop(size):
+                graph.is_ready = True
+        for graph in itertools.chain(*self._awaited.values()):
+            if graph.job.problem:
+                graph.inputs = ()  # nobody will compile it
+        return bool(done)
 
 
 def _size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -41,6 +41,7 @@ from deepytorch_core.compile import (
     timeouts,
 )
 from deepytorch_core.compile.ahead import Ahead
+from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.testing import spawn_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -240,6 +241,36 @@ def test_a_training_goes_on_while_helpers_compile_it(
     for mine_, other_ in zip(model.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine_, other_, rtol=5e-2, atol=5e-3)
     engine.undo(model)
+
+
+def test_code_of_later_sizes_is_found_in_the_caches_and_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model = Small()
+    stock = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(network.parameters(), lr=1e-3) for network in (model, stock)]
+    (found,) = regions.parts(model)
+    policy = policies.get("inductor")
+    region = CompiledRegion(found, [policy], budget_s=100.0, is_on=lambda _: True)
+    region.install()
+    helpers = Ahead(CPU, policy.name, budget_s=100.0)
+    region.send_later(helpers)
+    counters.clear()
+    for number in range(2000):
+        ours, expected = (
+            step(network, optimizer, number)
+            for network, optimizer in zip((model, stock), optimizers, strict=True)
+        )
+        assert ours == pytest.approx(expected, rel=1e-2)
+        if len(region._jobs) == region.told.chosen.get(policy.name, 0) > 1:
+            break
+        time.sleep(0.05 if region.is_waiting else 0.0)
+    assert region.failure is None
+    assert not region.is_waiting
+    assert region.told.chosen == {"inductor": len(region._jobs)}
+    assert not counters["aot_autograd"]["autograd_cache_miss"]
+    assert counters["aot_autograd"]["autograd_cache_hit"] >= len(region._jobs)
+    helpers.close()
+    region.remove()
 
 
 def test_what_helpers_have_not_done_in_time_runs_eagerly_and_is_tried_by_the_next_run(
@@ -465,7 +496,9 @@ def test_a_step_that_fails_keeps_no_part_from_helpers(monkeypatch: pytest.Monkey
     given: list[str] = []
     submit = Ahead.submit
     monkeypatch.setattr(
-        Ahead, "submit", lambda self, graph, part: (given.append(part), submit(self, graph, part))
+        Ahead,
+        "submit",
+        lambda self, graph, part, job: (given.append(part), submit(self, graph, part, job)),
     )
     model = Failing(given)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

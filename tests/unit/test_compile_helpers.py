@@ -67,11 +67,11 @@ class Keeping:
     def __init__(self) -> None:
         self.graphs: list[Any] = []
 
-    def submit(self, graph: Any, part: str) -> None:
+    def submit(self, graph: Any, part: str, job: Any) -> None:
         self.graphs.append(graph)
 
-    def expect(self, part: str) -> Any:
-        return lambda graph: self.submit(graph, part)
+    def expect(self, part: str, job: Any) -> Any:
+        return lambda graph: self.submit(graph, part, job)
 
 
 class Pair(nn.Module):

@@ -23,8 +23,22 @@ class Graphs:
         self.num_steps += is_whole
 
 
+class Region:
+    """A region of whose calls none has compiled code while helpers have its graphs."""
+
+    def __init__(self, *, is_awaited: bool = False, is_waiting: bool = False) -> None:
+        self.is_awaited, self.is_waiting = is_awaited, is_waiting
+        self.is_rare = False
+        self._num_asked = 0
+
+    @property
+    def num_unready(self) -> int:
+        self._num_asked += not self.is_rare and (self.is_awaited or self.is_waiting)
+        return self._num_asked
+
+
 def trial(*, is_on: bool = True, **facts: bool) -> tuple[ReplayTrial, Any, Graphs]:
-    region = SimpleNamespace(**{"is_awaited": False, "is_waiting": False, **facts})
+    region = Region(**facts)
     steps = SimpleNamespace(number=10, is_whole=True)
     graphs: Any = Graphs()
     state: Any = SimpleNamespace(regions=[region], is_on=is_on, steps=steps)
@@ -50,11 +64,23 @@ def test_it_waits_for_helpers_before_it_measures(what: str) -> None:
 
 def test_it_waits_for_some_steps_and_where_code_is_used() -> None:
     phase, _, graphs = trial(is_waiting=True)
+    phase.on_step()
     most = phase.last_step
-    for _ in range(replay_trial.MOST_HELD + 5):
+    for _ in range(replay_trial.MOST_HELD + 4):
         phase.on_step()
     assert graphs.num_steps == 5
     assert phase.last_step < most
     phase, _, graphs = trial(is_on=False, is_waiting=True)
     phase.on_step()
     assert graphs.num_steps == 1
+
+
+def test_it_does_not_wait_for_sizes_that_few_steps_have() -> None:
+    phase, region, graphs = trial()
+    for _ in range(replay_trial.LOOKED_AT):
+        phase.on_step()
+    region.is_waiting = True
+    phase.on_step()  # one of that size
+    region.is_rare = True
+    phase.on_step()
+    assert graphs.num_steps == replay_trial.LOOKED_AT + 2

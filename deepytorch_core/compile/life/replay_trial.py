@@ -6,6 +6,7 @@ from this one: if launches take the time, savings on the GPU show only when step
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from deepytorch_core.compile.policies import EAGER
 
 # Steps that the trial waits for helpers' code. Sizes that never come again get none.
 MOST_HELD = 500
+# It waits where more than this part of so many last steps had calls without compiled code.
+LARGEST_UNREADY, LOOKED_AT = 0.25, 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class ReplayTrial(CompilationPhase):
         self._state = state
         self._verdict = verdict
         self._num_held = 0
+        self._num_unready = 0
+        # Whether the last steps had calls without compiled code.
+        self._were_unready: collections.deque[bool] = collections.deque(maxlen=LOOKED_AT)
 
     @property
     def name(self) -> str:
@@ -66,6 +72,7 @@ class ReplayTrial(CompilationPhase):
 
     def on_step(self) -> None:
         """Go on with the trial, or end with its verdict."""
+        self._look_at_code()
         if self._num_held < MOST_HELD and self._is_held:
             self._num_held += 1  # there is nothing yet that could be captured
             return
@@ -76,13 +83,20 @@ class ReplayTrial(CompilationPhase):
             self._conclude(self._verdict, self.graphs.is_replayed)
         self.successor = Decided(self.graphs)
 
+    def _look_at_code(self) -> None:
+        before, regions = self._num_unready, self._state.regions
+        self._num_unready = sum(region.num_unready for region in regions)
+        self._were_unready.append(self._num_unready > before)
+
     @property
     def _is_held(self) -> bool:
-        """Whether helpers still have code that is to be captured: any, or that of later sizes."""
-        is_open = self._state.is_on and not self.graphs.is_measured
-        return is_open and any(
-            region.is_awaited or region.is_waiting for region in self._state.regions
-        )
+        """Whether helpers still have code that most steps need, and that is to be captured."""
+        if not self._state.is_on or self.graphs.is_measured:
+            return False
+        regions = self._state.regions
+        is_waiting = any(region.is_waiting for region in regions)
+        are_many = sum(self._were_unready) > LARGEST_UNREADY * len(self._were_unready)
+        return any(region.is_awaited for region in regions) or (is_waiting and are_many)
 
     def switch(self, is_replayed: bool) -> None:
         """Have replayed steps compiled and launched ones eager, if that is what is compared."""

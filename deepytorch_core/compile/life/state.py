@@ -17,6 +17,7 @@ from deepytorch_core.compile import (
     timeouts,
 )
 from deepytorch_core.compile.asking import Asking
+from deepytorch_core.compile.code_readiness import CodeReadiness
 from deepytorch_core.compile.graph_trial import GraphTrial
 from deepytorch_core.compile.kept import Kept
 from deepytorch_core.compile.life.early_replays import EarlyReplays
@@ -25,7 +26,7 @@ from deepytorch_core.compile.life.step_count import StepCount
 from deepytorch_core.compile.life.subject import Subject
 from deepytorch_core.compile.phases import Phases
 from deepytorch_core.compile.policies import EAGER
-from deepytorch_core.compile.region import CodeReadiness, CompiledRegion, install
+from deepytorch_core.compile.region import CompiledRegion, install
 
 
 class CompilationState:

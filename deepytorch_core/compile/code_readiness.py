@@ -1,0 +1,26 @@
+"""Whether a model's passes have all of their compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepytorch_core.compile.region import CompiledRegion
+
+
+class CodeReadiness:
+    """Knows whether all code that a pass needs is there."""
+
+    def __init__(self, regions: Sequence[CompiledRegion]) -> None:
+        self._regions = regions
+        self._num_unready = 0
+
+    @property
+    def applies(self) -> bool:
+        """Whether the pass that begins takes compiled code."""
+        return any(region.is_used for region in self._regions)
+
+    def is_reached(self) -> bool:
+        """Tell whether the pass that has ended had all of it."""
+        before = self._num_unready
+        self._num_unready = sum(region.num_unready for region in self._regions)
+        return before == self._num_unready
