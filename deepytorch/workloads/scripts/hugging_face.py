@@ -88,6 +88,10 @@ def _write_text(folder: Path, size: Size) -> None:
     (folder / "train.txt").write_text("\n".join(rows), encoding="utf-8")
 
 
+# Words, as configurations of models take names of labels alone.
+_LABELS = ("different", "alike")
+
+
 def _glue(folder: Path, size: Size) -> None:
     _bert(folder / "model", size)
     (folder / "accuracy").mkdir()
@@ -97,7 +101,7 @@ def _glue(folder: Path, size: Size) -> None:
         rows = rows if size == "full" else rows // 40
         pairs = zip(text.lines(rows, 20, 1), text.lines(rows, 20, 2), strict=True)
         written = (
-            {"sentence1": first, "sentence2": second, "label": generator.randrange(2)}
+            {"sentence1": first, "sentence2": second, "label": generator.choice(_LABELS)}
             for first, second in pairs
         )
         text.write_rows(folder / f"{split}.json", written)
