@@ -179,7 +179,7 @@ def _namesake() -> str:
 
 
 @dataclass(eq=False)
-class Job:
+class HelperJob:
     """One graph's way to a helper and back.
 
     Attributes:
@@ -219,7 +219,7 @@ class Ahead:
         self._policy = policy
         self._budget_s = budget_s
         self._late_at = math.inf
-        self._jobs: queue.SimpleQueue[tuple[str, bytes, Job]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[str, bytes, HelperJob]] = queue.SimpleQueue()
         self._open: collections.Counter[str] = collections.Counter()
         self._expected: collections.Counter[str] = collections.Counter()
         self._asked_at = math.inf
@@ -249,12 +249,12 @@ class Ahead:
             # A daemon: the end of the training does not wait for it.
             threading.Thread(target=self._serve, daemon=True).start()
 
-    def expect(self, part: str, job: Job | None = None) -> Callable[[GraphModule], None]:
+    def expect(self, part: str, job: HelperJob | None = None) -> Callable[[GraphModule], None]:
         """A graph was captured of that part, of which is not known yet how it is compiled.
 
         Returns what takes it once that is known. Neither the part nor `job` is done before.
         """
-        settings, job = Settings.now(self._device), job or Job()
+        settings, job = Settings.now(self._device), job or HelperJob()
         is_open = [True]
         with self._lock:
             self._open[part] += 1
@@ -275,7 +275,7 @@ class Ahead:
         self,
         graph: GraphModule,
         part: str,
-        job: Job | None = None,
+        job: HelperJob | None = None,
         settings: Settings | None = None,
     ) -> None:
         """Have a helper compile a graph.
@@ -286,7 +286,7 @@ class Ahead:
             job: told when it is over.
             settings: as they were at the capture; None: this process's now.
         """
-        job = job or Job()
+        job = job or HelperJob()
         try:
             packed = _packed(graph, self._policy, settings or Settings.now(self._device))
         except Exception as error:  # whatever in a graph can't be sent
@@ -343,7 +343,7 @@ class Ahead:
                 _end(process.stdin)
             process.communicate()
 
-    def _next_job(self) -> tuple[str, bytes, Job] | None:
+    def _next_job(self) -> tuple[str, bytes, HelperJob] | None:
         """The next one; None where nobody has asked for one for a while, or wants any more."""
         since = time.monotonic()
         while not self._is_closed:

@@ -40,7 +40,7 @@ from deepytorch_core.compile import (
     signals,
     usage,
 )
-from deepytorch_core.compile.ahead import Ahead, Job, at_once
+from deepytorch_core.compile.ahead import Ahead, HelperJob, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
 from deepytorch_core.compile.regions import Region
 from deepytorch_core.compile.sizes import CapturedGraph, RegionSizes
@@ -110,7 +110,7 @@ class CompiledRegion:
         """Calls that ran without compiled code, as there was none yet for their sizes."""
         self._sent: set[Hashable] = set()
         # Graphs of later sizes, left to helpers.
-        self._jobs: dict[Hashable, Job] = {}
+        self._jobs: dict[Hashable, HelperJob] = {}
         self._left: list[CapturedGraph] = []
         self._sizes = RegionSizes(MOST_SIZES)
         self._is_eager_meanwhile = False  # in this pass
@@ -318,7 +318,7 @@ class CompiledRegion:
 
     def _send(self, graph: GraphModule, helpers: Ahead) -> Runner:
         """Have helpers compile the graph. It runs as it was captured, until it is captured anew."""
-        note = self._submit(graph, helpers, Job())
+        note = self._submit(graph, helpers, HelperJob())
         if note is None:
             return graph.forward
         return self._graph(graph, CapturedGraph(()), note)
@@ -327,7 +327,7 @@ class CompiledRegion:
         """Have helpers compile the graph. It runs as it was captured, until that is taken over."""
         key, note = (graph.code, ahead.inputs_of(graph)), None
         if key not in self._jobs:
-            self._jobs[key] = Job()
+            self._jobs[key] = HelperJob()
             note = self._submit(graph, helpers, self._jobs[key])
         captured = CapturedGraph(inputs, self._jobs[key])
         captured.is_ready = captured.is_compiled
@@ -338,7 +338,7 @@ class CompiledRegion:
         return self._graph(graph, captured, note)
 
     def _submit(
-        self, graph: GraphModule, helpers: Ahead, job: Job
+        self, graph: GraphModule, helpers: Ahead, job: HelperJob
     ) -> Callable[[set[int]], None] | None:
         """Have helpers compile the graph for the outputs that get gradients.
 

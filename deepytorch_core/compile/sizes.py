@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepytorch_core.compile.ahead import Job
+from deepytorch_core.compile.ahead import HelperJob
 
 # So many that were seen once are remembered: a pass has layers, and batches have ever other sizes.
 _MOST_SEEN = 256
@@ -26,7 +26,7 @@ class CapturedGraph:
     """
 
     inputs: Sequence[Any]
-    job: Job = field(default_factory=Job)
+    job: HelperJob = field(default_factory=HelperJob)
     is_ready: bool = False
 
     @property

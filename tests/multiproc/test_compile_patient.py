@@ -18,7 +18,7 @@ from deepytorch_core import compile as engine
 from deepytorch_core.base import config, decisions
 from deepytorch_core.base.config import Options
 from deepytorch_core.compile import ahead, capture, cost_model, policies
-from deepytorch_core.compile.ahead import Ahead, Job
+from deepytorch_core.compile.ahead import Ahead, HelperJob
 from deepytorch_core.compile.region import CompiledRegion
 from deepytorch_core.compile.regions import Region
 
@@ -164,14 +164,14 @@ def test_steps_are_eager_while_helpers_compile_what_they_were_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, region, helpers = helped()
-    end = Job.end
+    end = HelperJob.end
 
-    def end_late(job: Job, problem: str) -> None:
+    def end_late(job: HelperJob, problem: str) -> None:
         while len(unready) <= 20:
             time.sleep(0.01)
         end(job, problem)
 
-    monkeypatch.setattr(Job, "end", end_late)
+    monkeypatch.setattr(HelperJob, "end", end_late)
     x = torch.randn(3, 8)
     unready: list[int] = []
     captured: list[int] = []  # calls of what Dynamo has captured

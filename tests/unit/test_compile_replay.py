@@ -257,7 +257,7 @@ class Helpers:
     def start(self, num_parts: int) -> None:
         Helpers.are_done = False
 
-    def submit(self, graph: Any, part: str) -> None:
+    def submit(self, graph: Any, part: str, job: Any) -> None:
         self.parts.append(part)
 
     def is_done(self, part: str) -> bool:
