@@ -8,11 +8,11 @@ from deepytorch_core.compile.region import CompiledRegion
 
 
 class CodeReadiness:
-    """Knows whether all code that a pass needs is there."""
+    """Knows whether all code that passes need is there."""
 
     def __init__(self, regions: Sequence[CompiledRegion]) -> None:
         self._regions = regions
-        self._num_unready = 0
+        self._num_unready = self._count()
 
     @property
     def applies(self) -> bool:
@@ -20,7 +20,9 @@ class CodeReadiness:
         return any(region.is_used for region in self._regions)
 
     def is_reached(self) -> bool:
-        """Tell whether the pass that has ended had all of it."""
-        before = self._num_unready
-        self._num_unready = sum(region.num_unready for region in self._regions)
+        """Tell whether the passes since the last question had all of it."""
+        before, self._num_unready = self._num_unready, self._count()
         return before == self._num_unready
+
+    def _count(self) -> int:
+        return sum(region.num_unready for region in self._regions)

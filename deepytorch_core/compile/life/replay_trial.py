@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deepytorch_core.compile import outcome, reasons, turns
+from deepytorch_core.compile.code_readiness import CodeReadiness
 from deepytorch_core.compile.graph_trial import GraphTrial
 from deepytorch_core.compile.life.decided import Decided
 from deepytorch_core.compile.life.phase import CompilationPhase
@@ -55,7 +56,7 @@ class ReplayTrial(CompilationPhase):
         self._state = state
         self._verdict = verdict
         self._num_held = 0
-        self._num_unready = 0
+        self._readiness = CodeReadiness(state.regions)
         # Whether the last steps had calls without compiled code.
         self._were_unready: collections.deque[bool] = collections.deque(maxlen=LOOKED_AT)
 
@@ -72,7 +73,7 @@ class ReplayTrial(CompilationPhase):
 
     def on_step(self) -> None:
         """Go on with the trial, or end with its verdict."""
-        self._look_at_code()
+        self._were_unready.append(not self._readiness.is_reached())
         if self._num_held < MOST_HELD and self._is_held:
             self._num_held += 1  # there is nothing yet that could be captured
             return
@@ -82,11 +83,6 @@ class ReplayTrial(CompilationPhase):
         if self._verdict is not None:
             self._conclude(self._verdict, self.graphs.is_replayed)
         self.successor = Decided(self.graphs)
-
-    def _look_at_code(self) -> None:
-        before, regions = self._num_unready, self._state.regions
-        self._num_unready = sum(region.num_unready for region in regions)
-        self._were_unready.append(self._num_unready > before)
 
     @property
     def _is_held(self) -> bool:
