@@ -82,7 +82,7 @@ class GraphTrial:
     ) -> None:
         self.is_settled = False
         self.is_paused = False
-        """Whether steps are launched for now, whatever was decided."""
+        """Whether steps are launched for now, whatever was decided; see `pause`."""
         self._switch = switch
         self._variant = variant
         self._is_provisional = is_provisional
@@ -149,6 +149,14 @@ class GraphTrial:
         self._is_provisional = self.is_paused = self.is_settled = False
         self._number, self._samples = CAPTURING_STEPS - 1, turns.Samples()
 
+    def pause(self, is_paused: bool) -> None:
+        """Have steps launched for now, whatever was decided, or go on.
+
+        Steps between two calls of `on_forward` are of no turn, so their time tells nothing.
+        """
+        self.is_paused = is_paused
+        self._began = None
+
     def undo(self) -> None:
         """Give the model everything back."""
         self._use(False)
@@ -187,10 +195,9 @@ class GraphTrial:
             self._look(is_last=turns.is_last_look(measured))
 
     def _sample(self, is_whole: bool) -> None:
-        assert self._began is not None
         device = next(self._root.parameters()).device
         guard.synchronize(device)
-        seconds = time.perf_counter() - self._began
+        seconds = math.inf if self._began is None else time.perf_counter() - self._began
         captured = self.num_captured
         was_replayed = self._capture is not None and self._capture.was_replayed
         # Nor does a step tell anything in which a pass was to be replayed that has no graph yet.

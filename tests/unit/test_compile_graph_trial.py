@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,26 @@ def test_steps_without_a_graph_say_nothing_of_replays(
     assert decision["times_ms"]["replayed"] == pytest.approx(600, rel=0.05)
 
 
+def test_pauses_count_for_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(1.0, 0.001)
+    monkeypatch.setattr(graph_trial, "time", clock)
+    monkeypatch.setattr(graph_trial, "Capture", Waiting)
+    monkeypatch.setattr(Waiting, "tried", [])
+    ways: list[bool] = []
+    trial = graph_trial.GraphTrial(nn.Linear(2, 2), tokens=lambda: 7, switch=ways.append)
+    for number in itertools.count():
+        trial.on_forward(True)
+        if trial.is_settled:
+            break
+        clock.step(ways[-1])
+        if not ways[-1] and number % 4:
+            trial.pause(True)
+            clock.step(False)
+            trial.pause(False)
+    (decision,) = decisions.made()
+    assert (decision["chosen"], decision["reason"]) == ("launched", turns.UNDECIDED)
+
+
 def test_nothing_is_replayed_that_hardly_ever_could_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,7 +238,7 @@ def test_what_was_found_for_a_while_stays_with_its_graphs(
         settled(monkeypatch, is_provisional=True)
     _, trial = settled(monkeypatch, is_provisional=True)
     num_tried = len(Waiting.tried)
-    trial.is_paused = True
+    trial.pause(True)
     trial.confirm()
     assert trial.is_replayed
     assert not trial.is_paused

@@ -35,7 +35,7 @@ class EarlyReplays:
     def pause(self, is_paused: bool) -> None:
         """Have steps launched for now, or go on as decided."""
         if self.trial is not None:
-            self.trial.is_paused = is_paused
+            self.trial.pause(is_paused)
 
     def undo(self) -> None:
         """Give the model everything back."""

@@ -147,7 +147,7 @@ class Opening(AskingPhase):
         is_helped = self._outlook.is_helped(subject.root, lasted_s, subject.may_help)
         is_open = self._is_unknown()
         has_sizes = capture.sizes_of(subject.root) is not None
-        facts = is_open, has_sizes, self._is_early_open, not has_sizes and self._is_uniform
+        facts = is_open, has_sizes, not has_sizes and self._is_uniform
         own = (step_s, lasted_s, is_helped, *facts)
         self._ask(f"pace {state.steps.number}", own, self._set_pace)
 
@@ -167,16 +167,10 @@ class Opening(AskingPhase):
         steps = self._state.steps
         return steps.number >= UNIFORM_STEPS and steps.is_uniform
 
-    @property
-    def _is_early_open(self) -> bool:
-        """Whether it is still to be found out if eager passes are faster replayed."""
-        early = self._state.early
-        return early.is_tried if early.trial is not None else self._state.subject.may_capture()
-
     def _set_pace(self, answers: list[Any]) -> None:
         """Go on once the run has lasted long enough, and its passes are what they will be."""
         steps_s, lasted_s, are_helped, are_open, *more = zip(*answers, strict=True)
-        are_few, are_tried, are_uniform = more
+        are_few, are_uniform = more
         state, is_patient = self._state, self._state.subject.is_patient
         is_helped = all(are_helped)
         least_s = self._outlook.least_run_s(state.subject.root, is_helped=is_helped)
@@ -189,10 +183,10 @@ class Opening(AskingPhase):
                 state.begin_early()  # a helper may take long, and rows without padding stay whole
         elif is_patient and not is_helped:
             self.successor = ending.finish(state, EAGER, reasons.HELD_UP)
-        elif is_patient and (min(lasted_s) < least_s or any(are_tried)):
+        elif is_patient and min(lasted_s) < least_s:
             compiler_import.load_beside()
             self._first += PATIENT_STEPS
-            state.begin_early()  # which takes no compiler, so it comes first
+            state.begin_early()  # which takes no compiler, and goes on beside the helpers
         else:
             self._start_compiling(max(steps_s), is_helped)
 
