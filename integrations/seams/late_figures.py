@@ -2,9 +2,12 @@
 
 Between the forward and the backward pass its SFTTrainer adds up labels, their entropy and the
 tokens that were likeliest, and waits for each sum. The GPU has done all its work by then, and waits
-for the backward pass to be launched. Here the sums stay on the GPU until `training_step` ends, and
-their copies wait for nothing that comes after them. The host knows two of them, from how the batch
-was packed.
+for the backward pass to be launched. Here the sums stay on the GPU until the optimizer step's last
+`training_step` ends, and their copies wait for nothing that comes after them. The host knows two of
+them, from how the batch was packed.
+
+An optimizer step's micro-batches share a pass of the trunk, which the first one launches. To read
+its figures would be to wait for all of that pass, and heads are short: the GPU would idle in them.
 
 First some steps are watched: whether these are the sums, in this order, and what becomes of them.
 """
@@ -96,6 +99,20 @@ def _is_waited_for(trainer: Any) -> bool:
     return bool(trainer.args.device.type == "cuda")
 
 
+def _may_go_on(trainer: Any) -> bool:
+    """Whether another micro-batch of the optimizer step follows, before which nobody looks."""
+    from transformers import TrainerCallback
+
+    step = type(trainer).training_step
+    if trainer.accelerator.sync_gradients or "training_step" in vars(trainer):
+        return False
+    return step.__module__ == "trl.trainer.sft_trainer" and all(
+        type(callback).on_substep_end is TrainerCallback.on_substep_end
+        and "on_substep_end" not in vars(callback)
+        for callback in trainer.callback_handler.callbacks
+    )
+
+
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     def gather_for_metrics(*args: Any, **kwargs: Any) -> Any:
         found, step = original(*args, **kwargs), _running.step
@@ -155,6 +172,8 @@ class _Step:
 
         A batch that stayed padded tells nothing: training without padding may begin later.
         """
+        if self._is_late and _may_go_on(self._trainer):
+            return
         self.read_all()
         if self._is_late or not self._num_labels:
             return

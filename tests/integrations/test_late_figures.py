@@ -72,7 +72,13 @@ class Logs(TrainerCallback):
         self.kinds |= {type(value) for values in metrics.values() for value in values}
         self.kinds.add(type(self.trainer._total_train_tokens))
 
-    on_substep_end = on_pre_optimizer_step = on_step_end = _look
+    on_pre_optimizer_step = on_step_end = _look
+
+
+class LooksAtMicroBatches(Logs):
+    """Looks after each micro-batch, too."""
+
+    on_substep_end = Logs._look
 
 
 def made() -> Any:
@@ -85,10 +91,16 @@ def made() -> Any:
 
 
 def trained(
-    model: Any, folder: Path, *, is_packed: bool = True, kind: Any = trl.SFTTrainer, **more: Any
+    model: Any,
+    folder: Path,
+    *,
+    is_packed: bool = True,
+    kind: Any = trl.SFTTrainer,
+    looks: type[Logs] = Logs,
+    **more: Any,
 ) -> Logs:
     rows = [{"text": "one two " * (1 + number % 5)} for number in range(4 * NUM_STEPS)]
-    logs = Logs()
+    logs = looks()
     trainer = kind(
         model=model,
         args=trl.SFTConfig(
@@ -135,6 +147,49 @@ def test_what_is_logged_is_stocks_to_the_last_bit(
     monkeypatch.setattr(late_figures, "_is_waited_for", lambda trainer: False)
     expected = trained(model, tmp_path, **how)
     assert len(awaited) == num_late
+    assert found.seen == expected.seen
+    assert found.kinds == expected.kinds
+    assert found.kinds <= {int, float}
+
+
+class Wrapped(trl.SFTTrainer):
+    """Has TRL's step within one of its own."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class Plain(trl.SFTTrainer):
+    """Changes nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "looks", "waits_early"),
+    [(Plain, Logs, False), (Plain, LooksAtMicroBatches, True), (Wrapped, Logs, True)],
+    ids=["nobody looks", "a callback looks", "the step is another"],
+)
+def test_figures_of_micro_batches_are_read_before_somebody_looks(
+    kind: Any,
+    looks: type[Logs],
+    waits_early: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    how = {"gradient_accumulation_steps": 4, "kind": kind, "looks": looks}
+    model = made()
+    monkeypatch.setattr(late_figures, "_is_waited_for", lambda trainer: False)
+    expected = trained(copy.deepcopy(model), tmp_path, **how)
+    monkeypatch.setattr(late_figures, "_is_waited_for", lambda trainer: True)
+    number, were_last = late_figures.Awaited.number, []
+
+    def noted(awaited: late_figures.Awaited) -> Any:
+        were_last.append(GradientState().sync_gradients)
+        return number(awaited)
+
+    monkeypatch.setattr(late_figures.Awaited, "number", noted)
+    found = trained(model, tmp_path, **how)
+    assert len(were_last) == 2 * (NUM_STEPS - late_figures._WATCHED_STEPS)
+    assert all(were_last) is not waits_early
     assert found.seen == expected.seen
     assert found.kinds == expected.kinds
     assert found.kinds <= {int, float}
