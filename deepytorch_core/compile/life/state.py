@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepytorch_core.base import decisions
+from deepytorch_core.base import compiler_import, decisions
 from deepytorch_core.compile import (
     ahead,
     capture,
@@ -106,6 +106,7 @@ class CompilationState:
     def helpers(self) -> ahead.Ahead:
         """Those of the model, at work or to be started."""
         if self._helpers is None:
+            compiler_import.load_beside()  # before a step takes their work over
             budget_s = self.subject.budget_s  # nobody waits for helpers
             self._helpers = ahead.begun(self, self.subject.device, budget_s=budget_s)
         return self._helpers
