@@ -1,13 +1,14 @@
-"""TRL's figures of a step are read once its backward pass is launched.
+"""TRL's figures of a step are read while the next one is launched.
 
 Between the forward and the backward pass its SFTTrainer adds up labels, their entropy and the
 tokens that were likeliest, and waits for each sum. The GPU has done all its work by then, and waits
-for the backward pass to be launched. Here the sums stay on the GPU until the optimizer step's last
-`training_step` ends, and their copies wait for nothing that comes after them. The host knows two of
-them, from how the batch was packed.
+for the backward pass to be launched. Here the sums are copied once they are there, and the host
+goes on. It knows two of them, from how the batch was packed.
 
-An optimizer step's micro-batches share a pass of the trunk, which the first one launches. To read
-its figures would be to wait for all of that pass, and heads are short: the GPU would idle in them.
+The copies are read when the next optimizer step ends, or in `log` before that. Where somebody else
+may look at them, they are read at the end of the step, or of each micro-batch. Micro-batches share
+a pass of the trunk, which the first one launches. To read its figures is to wait for that pass, and
+heads are short: the GPU would idle in them.
 
 First some steps are watched: whether these are the sums, in this order, and what becomes of them.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +27,18 @@ from torch import Tensor
 from deepytorch.integrations.padding_free import fused_head
 from deepytorch_core.base.patching import Patches
 
-_WHY = "sums that are logged are read once the backward pass is launched"
+_WHY = "sums that are logged are read while the next step is launched"
 _OPTION = "DEEPYTORCH_COMPILE=off"
 # Sums of a step, in TRL's order.
 _LABELS, _ENTROPY, _LIKELIEST, _TOKENS = range(4)
 _NUM_SUMS = 4
 _WATCHED_STEPS = 2
 _MOST_STRANGE = 8  # packed steps with other sums, before it is given up
+_TRLS = "trl.trainer.sft_trainer"
+# Callbacks of these look at what is logged alone.
+_UNINTERESTED = ("transformers", "trl", "deepytorch")
+_WITHIN_STEP = ("on_substep_end",)
+_AFTER_STEP = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 _NAMES = {_ENTROPY: "entropy", _LIKELIEST: "mean_token_accuracy"}
 
 
@@ -44,11 +50,18 @@ _running = _Running()
 
 
 class _Known:
-    """Knows how the steps of one trainer were."""
+    """Knows how the steps of one trainer were.
+
+    Attributes:
+        fresh: the numbers of the optimizer step under way that are not read yet.
+        was_last: whether the last micro-batch has ended an optimizer step.
+    """
 
     def __init__(self) -> None:
         self.num_alike = 0
         self.num_strange = 0
+        self.fresh: list[Awaited] = []
+        self.was_last = False
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +79,7 @@ def of_accelerator(module: Any, patches: Patches) -> None:
 
 @contextmanager
 def stepping(trainer: Any) -> Iterator[None]:
-    """While open, the trainer makes one training step, whose sums are read at the end."""
+    """While open, the trainer makes one training step, whose sums are read late."""
     if not _is_served(trainer):
         yield
         return
@@ -85,7 +98,7 @@ def stepping(trainer: Any) -> Iterator[None]:
 def _is_served(trainer: Any) -> bool:
     """Whether it is TRL's own step, alone on a GPU."""
     compute = getattr(type(trainer), "compute_loss", None)
-    is_trls = getattr(compute, "__module__", "") == "trl.trainer.sft_trainer"
+    is_trls = getattr(compute, "__module__", "") == _TRLS
     if not is_trls or "compute_loss" in vars(trainer) or not _is_waited_for(trainer):
         return False
     known = _known.get(trainer)
@@ -99,17 +112,18 @@ def _is_waited_for(trainer: Any) -> bool:
     return bool(trainer.args.device.type == "cuda")
 
 
-def _may_go_on(trainer: Any) -> bool:
-    """Whether another micro-batch of the optimizer step follows, before which nobody looks."""
-    from transformers import TrainerCallback
-
-    step = type(trainer).training_step
-    if trainer.accelerator.sync_gradients or "training_step" in vars(trainer):
-        return False
-    return step.__module__ == "trl.trainer.sft_trainer" and all(
-        type(callback).on_substep_end is TrainerCallback.on_substep_end
-        and "on_substep_end" not in vars(callback)
+def _is_looked_at(trainer: Any, events: tuple[str, ...]) -> bool:
+    """Whether somebody but TRL may look at figures of a step at one of these events."""
+    methods = ("training_step", "log")
+    if any(name in vars(trainer) for name in methods) or any(
+        getattr(type(trainer), name).__module__ != _TRLS for name in methods
+    ):
+        return True
+    return any(
+        event in vars(callback)
+        or getattr(type(callback), event).__module__.partition(".")[0] not in _UNINTERESTED
         for callback in trainer.callback_handler.callbacks
+        for event in events
     )
 
 
@@ -135,6 +149,8 @@ class _Step:
         self._sums: list[Any] = []
         self._num_tokens = self._num_labels = 0
         self._before = trainer._total_train_tokens
+        if known.was_last:
+            known.fresh.clear()
         self._is_late = False
 
     def gathered(self, found: Any) -> Any:
@@ -151,20 +167,25 @@ class _Step:
         return self.late(found, number)
 
     def late(self, value: Tensor, number: int | None) -> _Late:
-        """A number that is read when the step ends."""
+        """A number that is read once the micro-batch ends."""
         made = value.as_subclass(_Late)
         made.step, made.number = self, number
         return made
 
     def read(self, value: Tensor, number: int | None) -> Any:
         """Return what `item` gives for such a number."""
-        return self._num_tokens if number == _TOKENS else Awaited(value)
+        if number == _TOKENS:
+            return self._num_tokens
+        made = Awaited(value)
+        self._known.fresh.append(made)
+        return made
 
-    def read_all(self) -> None:
+    def read_all(self, *, besides: Sequence[Awaited] = ()) -> None:
         """Put numbers where they are awaited."""
+        kept = set(map(id, besides))
         for values in self._trainer._metrics["train"].values():
             for place, value in enumerate(values):
-                if type(value) is Awaited:
+                if type(value) is Awaited and id(value) not in kept:
                     values[place] = value.number()
 
     def end(self) -> None:
@@ -172,9 +193,10 @@ class _Step:
 
         A batch that stayed padded tells nothing: training without padding may begin later.
         """
-        if self._is_late and _may_go_on(self._trainer):
-            return
-        self.read_all()
+        is_last = self._known.was_last = self._trainer.accelerator.sync_gradients
+        events = _AFTER_STEP if is_last else _WITHIN_STEP
+        may_wait = self._is_late and not _is_looked_at(self._trainer, events)
+        self.read_all(besides=self._known.fresh if may_wait else ())
         if self._is_late or not self._num_labels:
             return
         if self._is_alike():
@@ -203,7 +225,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _Late(Tensor):
-    """A sum that nobody reads before the step ends."""
+    """A sum that nobody reads before its micro-batch ends."""
 
     step: _Step
     number: int | None

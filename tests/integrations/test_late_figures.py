@@ -1,11 +1,11 @@
-"""Figures that TRL logs, read once the backward pass is launched: the very numbers of stock."""
+"""Figures that TRL logs, read while the next step is launched: the very numbers of stock."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import pytest
@@ -56,10 +56,15 @@ def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 class Logs(TrainerCallback):
     """Keeps the logs, and the types that the trainer holds whenever a callback may look."""
 
+    step: ClassVar[int] = 0
+
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
         self.kinds: set[type] = set()
         self.trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        Logs.step = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         left_out = ("runtime", "second")
@@ -163,36 +168,58 @@ class Plain(trl.SFTTrainer):
     """Changes nothing."""
 
 
+class Indifferent(Logs):
+    """Looks at logs alone."""
+
+    on_pre_optimizer_step = TrainerCallback.on_pre_optimizer_step
+    on_step_end = TrainerCallback.on_step_end
+
+
+# When figures are read: after so many optimizer steps, and in a step's last micro-batch or before.
+AT_ONCE, AT_ITS_END, A_STEP_LATER = (0, False), (0, True), (1, False)
+
+
 @pytest.mark.parametrize(
-    ("kind", "looks", "waits_early"),
-    [(Plain, Logs, False), (Plain, LooksAtMicroBatches, True), (Wrapped, Logs, True)],
-    ids=["nobody looks", "a callback looks", "the step is another"],
+    ("kind", "looks", "latest", "kinds"),
+    [
+        (Plain, Indifferent, A_STEP_LATER, set()),
+        (Plain, Logs, AT_ITS_END, {int, float}),
+        (Plain, LooksAtMicroBatches, AT_ONCE, {int, float}),
+        (Wrapped, Indifferent, AT_ONCE, set()),
+    ],
+    ids=["nobody looks", "after a step", "after a micro-batch", "the step is another"],
 )
-def test_figures_of_micro_batches_are_read_before_somebody_looks(
+def test_figures_are_read_before_somebody_looks(
     kind: Any,
     looks: type[Logs],
-    waits_early: bool,
+    latest: tuple[int, bool],
+    kinds: set[type],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    how = {"gradient_accumulation_steps": 4, "kind": kind, "looks": looks}
+    more: dict[str, Any] = {"gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 7}
+    more |= {"kind": kind, "looks": looks}
     model = made()
     monkeypatch.setattr(late_figures, "_is_waited_for", lambda trainer: False)
-    expected = trained(copy.deepcopy(model), tmp_path, **how)
+    expected = trained(copy.deepcopy(model), tmp_path, **more)
     monkeypatch.setattr(late_figures, "_is_waited_for", lambda trainer: True)
-    number, were_last = late_figures.Awaited.number, []
+    times: list[tuple[int, bool]] = []
 
-    def noted(awaited: late_figures.Awaited) -> Any:
-        were_last.append(GradientState().sync_gradients)
-        return number(awaited)
+    class Noted(late_figures.Awaited):
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            self.step = Logs.step
 
-    monkeypatch.setattr(late_figures.Awaited, "number", noted)
-    found = trained(model, tmp_path, **how)
-    assert len(were_last) == 2 * (NUM_STEPS - late_figures._WATCHED_STEPS)
-    assert all(were_last) is not waits_early
+        def number(self) -> Any:
+            times.append((Logs.step - self.step, GradientState().sync_gradients))
+            return super().number()
+
+    monkeypatch.setattr(late_figures, "Awaited", Noted)
+    found = trained(model, tmp_path, **more)
+    assert len(times) == 2 * (2 * 7 - late_figures._WATCHED_STEPS)
+    assert (max if latest == A_STEP_LATER else min)(times) == latest
     assert found.seen == expected.seen
-    assert found.kinds == expected.kinds
-    assert found.kinds <= {int, float}
+    assert found.kinds == expected.kinds == kinds
 
 
 class Packing(TrainerCallback):
