@@ -26,7 +26,7 @@ PACKED = "deepytorch_packed"
 """The argument of a forward pass whose attention is ours; models hand it on as they do others."""
 
 # Attentions also take these, by the argument's name; packed ones here can't do them.
-_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "cache")
+_REFUSED = ("softcap", "position_bias", "head_mask", "cache")
 
 _Attention = Callable[..., Any]
 # Older versions have models ask for their eager attention nowhere: those keep their padding.
@@ -218,5 +218,6 @@ def _packed_attention(
         window=window,
         scale=kwargs.get("scaling"),
         dropout=kwargs.get("dropout") or 0.0,
+        sinks=kwargs.get("s_aux"),
     )
     return out.unsqueeze(0)

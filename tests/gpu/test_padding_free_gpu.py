@@ -108,3 +108,33 @@ def test_dropout_is_kept_in_packed_attention() -> None:
     torch.testing.assert_close(without, ones, atol=1e-2, rtol=0)
     assert float((dropped - 1).abs().max()) > 0.02
     assert abs(float(dropped.float().mean()) - 1) < 0.02
+
+
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("window", [None, (64, 0)])
+def test_sinks_take_their_share_of_every_softmax(
+    key_heads: int, window: tuple[int, int] | None
+) -> None:
+    """The flash kernels' backward pass, given the sinks' sums, against float64 on the CPU."""
+    from deepytorch_core.data import varlen_attention
+
+    lengths = [200, 1, 77, 345]
+    cu_seq_lens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    generator = torch.Generator().manual_seed(key_heads)
+    shapes = [(sum(lengths), heads, 64) for heads in (8, key_heads, key_heads)]
+    exact = [
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in (*shapes, (8,))
+    ]
+    tensors = [tensor.detach().bfloat16().cuda().requires_grad_() for tensor in exact]
+    settings: dict[str, Any] = {"causal": True, "window": window}
+    found = varlen_attention(
+        *tensors[:3], cu_seq_lens.cuda(), max(lengths), sinks=tensors[3], **settings
+    )
+    expected = varlen_attention(*exact[:3], cu_seq_lens, max(lengths), sinks=exact[3], **settings)
+    weights = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    grads = torch.autograd.grad((found * weights.bfloat16().cuda()).sum(), tensors)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    for mine, theirs in zip((found, *grads), (expected, *wanted), strict=True):
+        apart = torch.linalg.norm(mine.cpu().double() - theirs) / torch.linalg.norm(theirs)
+        assert float(apart) < 1.5e-2

@@ -79,6 +79,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**GROUPED, **EAGER, num_local_experts=4)
     ),
+    "gpt oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **GROUPED,
+            **EAGER,
+            head_dim=8,
+            sliding_window=6,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            attn_implementation="eager",
+        )
+    ),
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SHAPE, **NO_DROPOUT)),
     "roberta": lambda: hf.RobertaForMaskedLM(
         hf.RobertaConfig(**{**SHAPE, "pad_token_id": 1, "bos_token_id": 0}, **NO_DROPOUT)

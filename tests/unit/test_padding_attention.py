@@ -37,6 +37,7 @@ def reference(
     causal: bool,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One masked softmax over the whole row, in float64."""
     query, key, value = (tensor.double().transpose(0, 1) for tensor in (query, key, value))
@@ -54,8 +55,11 @@ def reference(
     if after >= 0:
         seen &= distance <= after
     scores = query @ key.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return (weights @ value).transpose(0, 1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:  # one more column, without a value
+        column = sinks.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)
+        return (torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value).transpose(0, 1)
+    return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -90,6 +94,75 @@ def test_padding_free_attention_sees_its_own_sequence_only(
     wanted = torch.autograd.grad((expected * weights).sum(), tensors)
     for grad, want in zip(grads, wanted, strict=True):
         torch.testing.assert_close(grad, want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("heads", "key_heads", "compiled"), [(4, 4, False), (4, 2, True)])
+def test_sinks_take_their_share_of_every_softmax(
+    case: str, heads: int, key_heads: int, compiled: bool
+) -> None:
+    tensors = inputs(heads, key_heads, torch.float64)
+    sinks = (2 * torch.randn(heads, dtype=torch.float64)).requires_grad_()
+    torch._dynamo.reset()
+    attend: Any = (
+        torch.compile(varlen_attention, backend="aot_eager") if compiled else varlen_attention
+    )
+    out = attend(*tensors, bounds(LENGTHS), 16, sinks=sinks, **CASES[case])
+    expected = reference(*tensors, sinks=sinks, **CASES[case])
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum(), [*tensors, sinks])
+    wanted = torch.autograd.grad((expected * weights).sum(), [*tensors, sinks])
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_may_have_another_dtype(dtype: torch.dtype) -> None:
+    tensors = inputs(4, 2, dtype)
+    sinks = torch.randn(4).requires_grad_()
+    out = varlen_attention(*tensors, bounds(LENGTHS), 16, causal=True, sinks=sinks)
+    assert out.dtype == dtype
+    error = 1e-5 if dtype == torch.float32 else 3e-2
+    expected = reference(*tensors, causal=True, sinks=sinks)
+    torch.testing.assert_close(out, expected.to(dtype), rtol=error, atol=error)
+    grads = torch.autograd.grad(out.float().sum(), [*tensors, sinks])
+    wanted = torch.autograd.grad(expected.sum(), [*tensors, sinks])
+    assert [grad.dtype for grad in grads] == [dtype, dtype, dtype, torch.float32]
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want.to(grad.dtype), rtol=10 * error, atol=10 * error)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dropout"), [("cpu", torch.float32, 0.1), ("cuda", torch.float32, 0.0)]
+)
+def test_sinks_that_no_kernel_has_are_refused(
+    device: str, dtype: torch.dtype, dropout: float
+) -> None:
+    with FakeTensorMode():
+        query = torch.empty(25, 4, 8, dtype=dtype, device=device)
+        sinks = torch.empty(4, dtype=dtype, device=device)
+        cu_seq_lens = torch.empty(6, dtype=torch.int32, device=device)
+        with pytest.raises(ValueError, match="padding_free=off"):
+            varlen_attention(
+                *(query, query, query, cu_seq_lens, 16),
+                causal=True,
+                dropout=dropout,
+                sinks=sinks,
+            )
+
+
+def test_sinks_on_cuda_have_the_flash_kernels_layout() -> None:
+    with FakeTensorMode():
+        query = torch.empty(25, 4, 8, dtype=torch.bfloat16, device="cuda")
+        key = torch.empty(25, 2, 8, dtype=torch.bfloat16, device="cuda")
+        sinks = torch.empty(4, dtype=torch.bfloat16, device="cuda")
+        cu_seq_lens = torch.empty(6, dtype=torch.int32, device="cuda")
+        settings = {"longest": 16, "before": -1, "after": 0, "scale": None}
+        given = (query, key, key, sinks, cu_seq_lens)
+        out, total = torch.ops.deepytorch.varlen_sinks(*given, **settings)
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+    assert (total.shape, total.dtype) == ((4, 25), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
