@@ -114,7 +114,7 @@ class CompiledRegion:
         self._left: list[CapturedGraph] = []
         self._sizes = RegionSizes(MOST_SIZES)
         self._is_eager_meanwhile = False  # in this pass
-        self._num_modules = len(region.modules)
+        self._least_calls = 0  # of a later size, before it is captured
         self._at_once = False
         self._num_to_load = (0, 0)  # of captured graphs, and of calls; as many are captured anew
         self._num_calls = 0
@@ -129,13 +129,15 @@ class CompiledRegion:
         """Leave the next graphs to helpers, and run them eagerly, until `restart`."""
         self._ahead = helpers
 
-    def send_later(self, helpers: Ahead) -> None:
+    def send_later(self, helpers: Ahead, *, are_few: bool = False) -> None:
         """Leave also the graphs of later sizes to helpers: no call is held up by a compiler.
 
         Each size has a graph of its own then, is captured when it comes a second time, and up to
-        `MOST_SIZES` are. The others run eagerly.
+        `MOST_SIZES` are. The others run eagerly. Where it is known that sizes `are_few`, each is
+        captured when it comes.
         """
         self._later = helpers
+        self._least_calls = 0 if are_few else len(self.region.modules)
 
     def leave(self, why: str) -> None:
         """Run eagerly from now on, as helpers have not compiled it; nothing is said."""
@@ -231,7 +233,7 @@ class CompiledRegion:
             has_all = self._later.has_all(self.region.name)
             # Its graphs would run as they were captured, which takes longer than the module's code.
             self._is_eager_meanwhile = self._sizes.have_awaited and has_all
-        is_known = self._sizes.are_known(args, kwargs, again=self._num_modules)
+        is_known = self._sizes.are_known(args, kwargs, again=self._least_calls)
         is_awaited = is_known and self._sizes.are_awaited(args, kwargs)
         self.num_unready += is_awaited or not is_known
         return is_known and not (is_awaited and self._is_eager_meanwhile)

@@ -73,6 +73,9 @@ class Keeping:
     def expect(self, part: str, job: Any) -> Any:
         return lambda graph: self.submit(graph, part, job)
 
+    def has_all(self, part: str) -> bool:
+        return False
+
 
 class Pair(nn.Module):
     """Two outputs, of which trainings use one."""
@@ -139,6 +142,27 @@ def test_helpers_are_given_graphs_of_fixed_sizes_and_strides_and_those_are_captu
     modules[0](x[:1, :2])
     modules[0](x[:1, :3])
     assert any(not isinstance(value, torch.Tensor) for value in Seeing.seen)  # now sizes may change
+
+
+@pytest.mark.parametrize(
+    ("are_few", "expected"), [(False, [0, 0, 2, 4, 4]), (True, [2, 4, 4, 4, 4])]
+)
+def test_a_later_size_is_captured_when_it_comes_again_or_at_once_where_sizes_are_few(
+    are_few: bool, expected: list[int]
+) -> None:
+    modules = tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+    region = CompiledRegion(Region("0", modules), [Seeing()], budget_s=100.0, is_on=lambda _: True)
+    region.install()
+    helpers: Any = Keeping()
+    region.send_later(helpers, are_few=are_few)
+    captured = []
+    for length in (3, 2, 3, 2, 3):
+        x = torch.randn(length, 4)
+        for module in modules:
+            x = module(x)
+        x.sum().backward()
+        captured.append(len(helpers.graphs))
+    assert captured == expected
 
 
 def test_what_is_known_from_the_profile_is_captured_in_the_same_graphs() -> None:

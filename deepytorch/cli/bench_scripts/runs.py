@@ -114,7 +114,9 @@ def measure(
         if sample.steps < _LEAST_STEPS:
             raise CompareError(compare.too_short(sample.steps, _LEAST_STEPS))
         show(f"{script.name}: {arm.name} took {sample.steps} steps, {sample.step_s * 1e3:.2f} ms")
-        return sample
+        # The profile's place goes with the run.
+        told = tuple(line.replace(f"{scratch}{os.sep}", "") for line in sample.decisions)
+        return dataclasses.replace(sample, decisions=told)
 
     arms = _arms(scratch, size, called.variables, limits)
     rate = None if script.work is None else matrix_rate()

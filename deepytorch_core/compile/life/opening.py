@@ -120,9 +120,10 @@ class Opening(AskingPhase):
         if is_helped and state.regions:
             # Helpers find it in torch's caches, a second or two for each graph.
             self._are_sizes_open()
+            are_few = capture.sizes_of(subject.root) is not None
             state.helpers().start(len(state.regions))
             for region in state.regions:
-                region.send_later(state.helpers())
+                region.send_later(state.helpers(), are_few=are_few)
 
     def _may_be_helped(self) -> bool:
         """Whether helpers find in torch's caches what an earlier run has compiled."""
