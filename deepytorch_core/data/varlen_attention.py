@@ -18,11 +18,6 @@ from torch import Tensor
 from deepytorch_core.data import varlen_cpu, varlen_efficient, varlen_sinks
 from deepytorch_core.data.varlen_cpu import UNLIMITED
 
-_NO_SINKS = (
-    "varlen_attention: attention with sinks has no dropout, and on a GPU it needs float16 or "
-    "bfloat16, and compute capability 8.0 or more; train in mixed precision, or set "
-    "padding_free=off"
-)
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -52,24 +47,20 @@ def varlen_attention(
         scale: factor of the scores; None for head size ** -0.5.
         dropout: probability that a weight is zeroed.
         sinks: [heads], a logit of each head that takes its share of every softmax; see
-            `varlen_sinks`. Without dropout, and on a GPU for float16 and bfloat16.
+            `varlen_sinks`.
 
-    Returns [tokens, heads, head size], differentiable. Raises ValueError for shapes that don't fit,
-    and for what the device has no kernel for.
+    Returns [tokens, heads, head size], differentiable. Raises ValueError for shapes that don't fit.
+    A GPU has no kernel for some of it, see `lacking`: there one sequence is computed after the
+    other.
     """
     if query.dim() != 3 or key.shape[:1] != query.shape[:1] or query.shape[1] % key.shape[1]:
         raise ValueError(
             f"varlen_attention: query {tuple(query.shape)} and key {tuple(key.shape)} must be "
             "[tokens, heads, head size] with as many tokens, and heads a multiple of the key heads"
         )
-    before, after = window or (UNLIMITED, UNLIMITED)
-    if causal:
-        after = 0
-    limits = (before, after)
-    is_flash = query.is_cuda and query.dtype in _FLASH_DTYPES and _has_flash(query.device.index)
-    if sinks is not None:
-        if dropout or (query.is_cuda and not is_flash):
-            raise ValueError(_NO_SINKS)
+    before, after = limits = _limits(causal, window)
+    why = lacking(query, causal=causal, window=window, dropout=dropout, sinks=sinks)
+    if why is None and sinks is not None:
         attend_with: Any = varlen_sinks.attend
         out, _ = attend_with(
             *(query, key, value, sinks, cu_seq_lens),
@@ -79,18 +70,58 @@ def varlen_attention(
             scale=scale,
         )
         return cast(Tensor, out)
-    if query.is_cuda:
-        attend = _cuda_flash if is_flash else _cuda_efficient
+    if why is None and query.is_cuda:
+        attend = _cuda_flash if _is_flash(query) else _cuda_efficient
         sequences, weighting = (cu_seq_lens, max_length), (limits, scale, dropout)
         return attend(query, key, value, sequences, weighting)
-    if dropout == 0.0 and torch.compiler.is_compiling():
+    if why is None and dropout == 0.0 and torch.compiler.is_compiling():
         out, _ = torch.ops.deepytorch.varlen_attention_cpu(
             query, key, value, cu_seq_lens, before=before, after=after, scale=scale
         )
         result: Tensor = out
         return result
     one_by_one: Any = _one_by_one
-    return cast(Tensor, one_by_one(query, key, value, cu_seq_lens, (limits, scale, dropout)))
+    weighting = (limits, scale, dropout)
+    return cast(Tensor, one_by_one(query, key, value, cu_seq_lens, weighting, sinks=sinks))
+
+
+def lacking(
+    query: Tensor,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None,
+    dropout: float,
+    sinks: Tensor | None,
+) -> str | None:
+    """Why there is no kernel for such attention on its device; None if there is one.
+
+    Args:
+        query: of its dtype and device.
+        causal, window, dropout, sinks: see `varlen_attention`.
+    """
+    if sinks is not None and dropout:
+        return "attention with sinks has no kernel with dropout"
+    if not query.is_cuda or _is_flash(query):
+        return None
+    before, after = _limits(causal, window)
+    if sinks is not None:
+        what = "attention with sinks"
+    elif (before != UNLIMITED and after != 0) or after > 0:
+        what = "a window after the token"
+    else:
+        return None
+    return f"{what} needs float16 or bfloat16, and a GPU of compute capability 8.0 or more"
+
+
+def _limits(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    """How many tokens each sees before and after itself."""
+    before, after = window or (UNLIMITED, UNLIMITED)
+    return before, 0 if causal else after
+
+
+def _is_flash(query: Tensor) -> bool:
+    """Whether torch's flash kernels take it."""
+    return query.dtype in _FLASH_DTYPES and _has_flash(query.device.index)
 
 
 _Sequences = tuple[Tensor, int]
@@ -149,11 +180,6 @@ def _cuda_efficient(
     query: Tensor, key: Tensor, value: Tensor, sequences: _Sequences, weighting: _Weighting
 ) -> Tensor:
     (cu_seq_lens, max_length), ((before, after), scale, dropout) = sequences, weighting
-    if (before != UNLIMITED and after != 0) or after > 0:
-        raise ValueError(
-            "varlen_attention: a window after the token needs float16 or bfloat16, and a GPU of "
-            "compute capability 8.0 or more; train in mixed precision, or set padding_free=off"
-        )
     key, value = (varlen_cpu.repeated(tensor, query.shape[1]) for tensor in (key, value))
     # Rounded up it may be more than there are tokens, which the kernel's backward refuses.
     longest = min(max_length, query.shape[0])
@@ -176,24 +202,44 @@ def _cuda_efficient(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, weighting: _Weighting
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    weighting: _Weighting,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     limits, scale, dropout = weighting
     lengths = cu_seq_lens.diff().tolist()
     outputs = []
-    for one_query, one_key, one_value in zip(
+    for parts in zip(
         *(torch.split(tensor, lengths) for tensor in (query, key, value)), strict=True
     ):
-        mask = varlen_cpu.seen(one_query.shape[0], limits, query.device)
-        output = F.scaled_dot_product_attention(
-            one_query.transpose(0, 1).unsqueeze(0),
-            one_key.transpose(0, 1).unsqueeze(0),
-            one_value.transpose(0, 1).unsqueeze(0),
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None and limits[1] == 0,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        one_query, one_key, one_value = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        mask = varlen_cpu.seen(one_query.shape[2], limits, query.device)
+        is_causal = mask is None and limits[1] == 0
+        if sinks is None:
+            output = F.scaled_dot_product_attention(
+                one_query,
+                one_key,
+                one_value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            if is_causal:
+                length = one_query.shape[2]
+                mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+            one_key, one_value = (
+                tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+                for tensor in (one_key, one_value)
+            )
+            output = varlen_sinks.attend_plainly(
+                *(one_query, one_key, one_value, sinks), seen=mask, scale=scale, dropout=dropout
+            )
         outputs.append(output.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)

@@ -67,6 +67,33 @@ def attend(
     return (out * share).to(out.dtype), total
 
 
+def attend_plainly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    *,
+    seen: Tensor | None,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """The same by torch's own operations, for what no kernel has.
+
+    Args:
+        query, key, value: [batch, heads, tokens, head size], of one floating-point format.
+        sinks: [heads].
+        seen: bool [tokens, tokens], true where a token is seen; None: all are.
+        scale: of the scores; None for head size ** -0.5.
+        dropout: probability that a weight is zeroed.
+    """
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return torch.nn.functional.dropout(weights, dropout) @ value
+
+
 @attend.register_fake
 def _(query: Tensor, *_: Tensor, **__: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)

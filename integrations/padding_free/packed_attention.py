@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from deepytorch_core.data import varlen_attention
+from deepytorch_core.data.varlen_attention import lacking
 
 PACKED = "deepytorch_packed"
 """The argument of a forward pass whose attention is ours; models hand it on as they do others."""
@@ -39,6 +40,7 @@ class _Running(threading.local):
     """The known facts of the forward pass that this thread is running."""
 
     is_packed = False  # it has one packed row, and makes no mask
+    lacking: str | None = None  # why its attention had no kernel
 
 
 _running = _Running()
@@ -127,14 +129,20 @@ def stock_mask(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def packed_forward() -> Iterator[None]:
-    """While open, a model's forward pass gets one packed row."""
+    """While open, a model's forward pass gets one packed row.
+
+    Raises NotImplementedError where its attention had no kernel.
+    """
     close = _lookups.open()
     enter_packed()
+    why = None
     try:
         yield
     finally:
-        leave_packed()
+        why = leave_packed()
         close()
+    if why is not None:
+        raise NotImplementedError(why)
 
 
 def enter_packed() -> None:
@@ -142,9 +150,14 @@ def enter_packed() -> None:
     _running.is_packed = True
 
 
-def leave_packed() -> None:
-    """From here on forward passes get padded batches."""
+def leave_packed() -> str | None:
+    """From here on forward passes get padded batches.
+
+    Returns why the device had no kernel for attention of the pass that ends, if it had none.
+    """
     _running.is_packed = False
+    why, _running.lacking = _running.lacking, None
+    return why
 
 
 def _attention_of(interface: Any, *args: Any) -> _Attention:
@@ -208,6 +221,10 @@ def _packed_attention(
     query, key, value = (
         tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value)
     )
+    dropout, sinks = kwargs.get("dropout") or 0.0, kwargs.get("s_aux")
+    why = lacking(query, causal=causal, window=window, dropout=dropout, sinks=sinks)
+    if why is not None:
+        _running.lacking = why
     out = varlen_attention(
         query,
         key,
@@ -217,7 +234,7 @@ def _packed_attention(
         causal=causal,
         window=window,
         scale=kwargs.get("scaling"),
-        dropout=kwargs.get("dropout") or 0.0,
-        sinks=kwargs.get("s_aux"),
+        dropout=dropout,
+        sinks=sinks,
     )
     return out.unsqueeze(0)

@@ -151,7 +151,7 @@ class PackedForward:
         self._strict = strict
         self._is_asked = is_asked
         self._is_whole = is_whole
-        self._is_read: str | None = None  # by whom outputs are read, so that batches stay padded
+        self._ended_by: str | None = None  # why batches stay padded from then on
         self._names = list(inspect.signature(outer.forward).parameters)
         self._harmless = {*_HARMLESS, *([FUSED_HEAD] if conventions.fused_head else [])}
         self._per_token = {*_PER_TOKEN, *conventions.per_token}
@@ -274,7 +274,7 @@ class PackedForward:
         self.most_targets, self.scores_all = None, False
         masked_loss.expect(None)
         fused_head.expect(False)
-        packed_attention.leave_packed()
+        self._ended_by = packed_attention.leave_packed() or self._ended_by
         if call is None or output is None:
             return output
         if not self._is_asked:
@@ -299,13 +299,13 @@ class PackedForward:
         )
 
     def _on_reader(self, field: str, reader: str) -> None:
-        self._is_read = unpacked_output.reads(reader, field)
-        self._said.add(self._is_read)
+        self._ended_by = unpacked_output.reads(reader, field)
+        self._said.add(self._ended_by)
         name = type(self.model).__name__
         ends = "batches stay padded from now on"
         if not self._is_whole:
             ends += ", and what it has read of this one is zero at padding"
-        decisions.record("padding-free", "padded", f"{name}: {self._is_read}")
+        decisions.record("padding-free", "padded", f"{name}: {self._ended_by}")
         say_once(
             f"padding-free: {name}: {reader} reads {field} of its output, which may hold padding: "
             f"{ends}",
@@ -336,7 +336,7 @@ class PackedForward:
         packing: Packing | None = None
         if all(call.get(name) is None for name in ("position_ids", "cu_seq_lens_q")):
             packing = full(ids)
-        elif not (self._is_read or self._foreign_hook()):
+        elif not (self._ended_by or self._foreign_hook()):
             packing = packed_rows.planned(call)
             if packing is not None and len(packing.lengths) > 1 and not is_packed:
                 return None  # its sequences see each other
@@ -359,7 +359,7 @@ class PackedForward:
 
     def _hindrance(self, call: dict[str, Any]) -> str | None:
         """Why a call must stay padded, whatever its batch."""
-        return self._is_read or self._obstacle(call) or self._foreign_hook()
+        return self._ended_by or self._obstacle(call) or self._foreign_hook()
 
     def _foreign_hook(self) -> str | None:
         """Why the batch must stay padded: somebody looks into the model, and would see one row."""

@@ -92,7 +92,7 @@ class PackedTrunk(PackedForward):
         if getattr(outer, "_is_replica", False):
             return output
         call = self._calls.pop() if self._calls else None
-        packed_attention.leave_packed()
+        self._ended_by = packed_attention.leave_packed() or self._ended_by
         if call is None or output is None:
             return output
         trunk: Any = outer

@@ -133,25 +133,6 @@ def test_sinks_may_have_another_dtype(dtype: torch.dtype) -> None:
         torch.testing.assert_close(grad, want.to(grad.dtype), rtol=10 * error, atol=10 * error)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "dropout"), [("cpu", torch.float32, 0.1), ("cuda", torch.float32, 0.0)]
-)
-def test_sinks_that_no_kernel_has_are_refused(
-    device: str, dtype: torch.dtype, dropout: float
-) -> None:
-    with FakeTensorMode():
-        query = torch.empty(25, 4, 8, dtype=dtype, device=device)
-        sinks = torch.empty(4, dtype=dtype, device=device)
-        cu_seq_lens = torch.empty(6, dtype=torch.int32, device=device)
-        with pytest.raises(ValueError, match="padding_free=off"):
-            varlen_attention(
-                *(query, query, query, cu_seq_lens, 16),
-                causal=True,
-                dropout=dropout,
-                sinks=sinks,
-            )
-
-
 def test_sinks_on_cuda_have_the_flash_kernels_layout() -> None:
     with FakeTensorMode():
         query = torch.empty(25, 4, 8, dtype=torch.bfloat16, device="cuda")
@@ -294,12 +275,58 @@ def test_padding_free_attention_on_cuda_shares_key_heads_where_kernels_do(
     assert args[1].shape[-2] == key_heads
 
 
-def test_padding_free_attention_on_cuda_names_what_float32_can_not_do() -> None:
+WITHOUT_A_KERNEL: list[tuple[torch.dtype, dict[str, Any], bool, str]] = [
+    (torch.float32, {"causal": False, "window": (3, 3)}, False, "a window after the token needs"),
+    (torch.float32, {"causal": True}, True, "attention with sinks needs float16 or bfloat16"),
+    (torch.bfloat16, {"causal": True, "dropout": 0.1}, True, "no kernel with dropout"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "sees", "has_sinks", "why"), WITHOUT_A_KERNEL)
+def test_attention_on_cuda_without_a_kernel_takes_one_sequence_after_the_other(
+    dtype: torch.dtype,
+    sees: dict[str, Any],
+    has_sinks: bool,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file: Any = importlib.import_module("deepytorch_core.data.varlen_attention")
+    calls: list[Any] = []
+    monkeypatch.setattr(file, "_one_by_one", lambda query, *_, **given: calls.append(given))
     with FakeTensorMode():
-        query = torch.empty(25, 4, 8, device="cuda")
+        query = torch.empty(25, 4, 8, dtype=dtype, device="cuda")
+        sinks = torch.empty(4, dtype=dtype, device="cuda") if has_sinks else None
         cu_seq_lens = torch.empty(6, dtype=torch.int32, device="cuda")
-        with pytest.raises(ValueError, match="needs float16 or bfloat16, and a GPU"):
-            varlen_attention(query, query, query, cu_seq_lens, 16, causal=False, window=(3, 3))
+        varlen_attention(query, query, query, cu_seq_lens, 16, sinks=sinks, **sees)
+        told = file.lacking(query, **{"window": None, "dropout": 0.0, **sees}, sinks=sinks)
+    assert [given["sinks"] is sinks for given in calls] == [True]
+    assert why in told
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sinks_are_the_same_without_a_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file: Any = importlib.import_module("deepytorch_core.data.varlen_attention")
+    monkeypatch.setattr(file, "lacking", lambda query, **_: "none was built")
+    tensors = [*inputs(4, 2, torch.float64), torch.randn(4, dtype=torch.float64).requires_grad_()]
+    out = varlen_attention(*tensors[:3], bounds(LENGTHS), 16, sinks=tensors[3], **CASES[case])
+    expected = reference(*tensors[:3], sinks=tensors[3], **CASES[case])
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum(), tensors)
+    wanted = torch.autograd.grad((expected * weights).sum(), tensors)
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-8, atol=1e-8)
+
+
+def test_sinks_keep_their_share_where_weights_are_dropped() -> None:
+    query, key, value = inputs(4, 4, torch.float32)
+    sinks = torch.randn(4)
+    torch.manual_seed(1)
+    given = (query, key, value, bounds(LENGTHS), 16)
+    draws = [varlen_attention(*given, causal=True, dropout=0.3, sinks=sinks) for _ in range(200)]
+    assert not torch.equal(draws[0], draws[1])
+    exact = varlen_attention(*given, causal=True, sinks=sinks)
+    torch.testing.assert_close(torch.stack(draws).mean(0), exact, rtol=0, atol=0.3)
 
 
 def test_padding_free_attention_refuses_shapes_that_do_not_fit() -> None:
