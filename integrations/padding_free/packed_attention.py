@@ -135,7 +135,6 @@ def packed_forward() -> Iterator[None]:
     """
     close = _lookups.open()
     enter_packed()
-    why = None
     try:
         yield
     finally:

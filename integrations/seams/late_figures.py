@@ -38,7 +38,11 @@ _TRLS = "trl.trainer.sft_trainer"
 # Callbacks of these look at what is logged alone.
 _UNINTERESTED = ("transformers", "trl", "deepytorch")
 _WITHIN_STEP = ("on_substep_end",)
-_AFTER_STEP = ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+# All until the next step reads them; `on_log` is given the figures.
+_AFTER_STEP = (
+    *("on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_step_begin"),
+    *("on_epoch_end", "on_epoch_begin", "on_evaluate", "on_prediction_step", "on_save"),
+)
 _NAMES = {_ENTROPY: "entropy", _LIKELIEST: "mean_token_accuracy"}
 
 

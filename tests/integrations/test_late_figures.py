@@ -56,15 +56,12 @@ def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 class Logs(TrainerCallback):
     """Keeps the logs, and the types that the trainer holds whenever a callback may look."""
 
-    step: ClassVar[int] = 0
+    trained: ClassVar[Any] = None  # the last trainer
 
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
         self.kinds: set[type] = set()
         self.trainer: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        Logs.step = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         left_out = ("runtime", "second")
@@ -125,7 +122,7 @@ def trained(
         processing_class=byte_tokenizer(),
         callbacks=[logs],
     )
-    logs.trainer = trainer
+    logs.trainer = Logs.trained = trainer
     if is_packed:
         assert pack_batches(trainer.model, "on")
     trainer.train()
@@ -175,24 +172,31 @@ class Indifferent(Logs):
     on_step_end = TrainerCallback.on_step_end
 
 
+class LooksLater(Indifferent):
+    """Looks as the next step begins."""
+
+    on_step_begin = Logs._look
+
+
 # When figures are read: after so many optimizer steps, and in a step's last micro-batch or before.
 AT_ONCE, AT_ITS_END, A_STEP_LATER = (0, False), (0, True), (1, False)
 
 
 @pytest.mark.parametrize(
-    ("kind", "looks", "latest", "kinds"),
+    ("kind", "looks", "earliest", "kinds"),
     [
         (Plain, Indifferent, A_STEP_LATER, set()),
         (Plain, Logs, AT_ITS_END, {int, float}),
+        (Plain, LooksLater, AT_ITS_END, {int, float}),
         (Plain, LooksAtMicroBatches, AT_ONCE, {int, float}),
         (Wrapped, Indifferent, AT_ONCE, set()),
     ],
-    ids=["nobody looks", "after a step", "after a micro-batch", "the step is another"],
+    ids=["nobody", "after a step", "later", "after a micro-batch", "the step is another"],
 )
 def test_figures_are_read_before_somebody_looks(
     kind: Any,
     looks: type[Logs],
-    latest: tuple[int, bool],
+    earliest: tuple[int, bool],
     kinds: set[type],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -208,16 +212,17 @@ def test_figures_are_read_before_somebody_looks(
     class Noted(late_figures.Awaited):
         def __init__(self, value: Any) -> None:
             super().__init__(value)
-            self.step = Logs.step
+            self.step = Logs.trained.state.global_step
 
         def number(self) -> Any:
-            times.append((Logs.step - self.step, GradientState().sync_gradients))
+            steps = Logs.trained.state.global_step - self.step
+            times.append((steps, GradientState().sync_gradients))
             return super().number()
 
     monkeypatch.setattr(late_figures, "Awaited", Noted)
     found = trained(model, tmp_path, **more)
     assert len(times) == 2 * (2 * 7 - late_figures._WATCHED_STEPS)
-    assert (max if latest == A_STEP_LATER else min)(times) == latest
+    assert min(times) == earliest
     assert found.seen == expected.seen
     assert found.kinds == expected.kinds == kinds
 
