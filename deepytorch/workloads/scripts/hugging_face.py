@@ -10,9 +10,7 @@ from typing import Any
 from deepytorch.workloads.scripts import text
 from deepytorch.workloads.scripts.script import Prepare, Script, Size
 
-_RUN_CLM = "00d481d18f914b55e65faa31e82321629691eadb"
-_RUN_MLM = "049d2bf1220747b6d39e2a978b9f5fe0defa1dca"
-_RUN_GLUE = "005c23ae8f6dca810fa2a0e5cecabe0cfb24aaf3"
+_TRANSFORMERS = "6c6f70cb9da270c871d1a2177cf7af90faa5c418"
 
 _LANGUAGE = ("transformers", "datasets", "evaluate", "sklearn")
 STEPS = ("--max_steps=1000000", "--save_strategy=no", "--report_to=none", "--output_dir={out}")
@@ -107,9 +105,7 @@ def _glue(folder: Path, size: Size) -> None:
         text.write_rows(folder / f"{split}.json", written)
 
 
-def _trainers(
-    name: str, commit: str, path: str, prepare: Prepare, *more: str
-) -> tuple[Script, ...]:
+def _trainers(name: str, path: str, prepare: Prepare, *more: str) -> tuple[Script, ...]:
     """Register a script of transformers' with its page's arguments, and in bfloat16."""
     both = ("--model_name_or_path={data}/model", "--do_train", *STEPS)
     small = (*both, *more, "--per_device_train_batch_size=2", "--use_cpu")
@@ -118,7 +114,7 @@ def _trainers(
         return Script(
             name=name,
             repository="huggingface/transformers",
-            commit=commit,
+            commit=_TRANSFORMERS,
             path=f"examples/pytorch/{path}",
             arguments=(*both, *more, *precision),
             small=(*small, *precision),
@@ -134,15 +130,15 @@ def _trainers(
 _TEXT = "--train_file={data}/train.txt"
 SCRIPTS = (
     *_trainers(
-        *("run-mlm-bert", _RUN_MLM, "language-modeling/run_mlm.py", _mlm, _TEXT),
+        *("run-mlm-bert", "language-modeling/run_mlm.py", _mlm, _TEXT),
         *("--per_device_train_batch_size=8", "--max_seq_length=512"),
     ),
     *_trainers(
-        *("run-clm-gpt2", _RUN_CLM, "language-modeling/run_clm.py", _clm, _TEXT),
+        *("run-clm-gpt2", "language-modeling/run_clm.py", _clm, _TEXT),
         *("--per_device_train_batch_size=8", "--block_size=1024"),
     ),
     *_trainers(
-        *("run-glue-bert", _RUN_GLUE, "text-classification/run_glue.py", _glue),
+        *("run-glue-bert", "text-classification/run_glue.py", _glue),
         *("--train_file={data}/train.json", "--validation_file={data}/validation.json"),
         *("--max_seq_length=128", "--per_device_train_batch_size=32", "--learning_rate=2e-5"),
     ),
