@@ -2,7 +2,7 @@
 
 import importlib
 
-_FILES = ("cross_entropy", "rms_norm", "swiglu", "fused_optimizer", "fused_adam")
+_FILES = ("cross_entropy", "rms_norm", "swiglu", "lora", "fused_optimizer", "fused_adam")
 
 
 def load() -> None:
