@@ -1,4 +1,4 @@
-"""LoRA's layers on a GPU: nearer to float64 than PEFT's, with less memory, kept by measurement."""
+"""LoRA's layers on a GPU: nearer to float64 than PEFT's, with less memory, compiled and not."""
 
 from __future__ import annotations
 
@@ -63,14 +63,15 @@ def test_it_is_nearer_to_float64_and_keeps_less(tokens: int) -> None:
     model = adapted()
     own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     setting = KernelSetting(model=own, device=GPU, autocast=torch.bfloat16)
-    swapped = apply_kernels(setting, "auto")
+    swapped = apply_kernels(setting, "on")
     assert set(swapped.names.values()) == {"accumulated"}
     x = torch.randn(1, tokens, WIDTH, device=GPU, dtype=torch.bfloat16)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         stock, kept_by_stock = step(model, x)
         ours, kept = step(own, x)
     wanted, _ = step(exact, x.double())
-    assert kept < 0.7 * kept_by_stock
+    copies_of_x = 2 * x.nbytes
+    assert kept_by_stock - kept > 0.9 * copies_of_x
     for name, value in wanted.items():
         apart, of_stock = (
             float((found[name].double() - value).norm() / value.norm()) for found in (ours, stock)

@@ -92,7 +92,16 @@ def _probe(module: nn.Module, setting: KernelSetting) -> KernelProbe:
         torch.autograd.backward(y, gradient.to(y.dtype).contiguous())
         return [y, rows.grad]
 
-    return KernelProbe(probed, probed, run)
+    is_on_gpu = setting.device.type == "cuda"
+    clock = (lambda call, ranks: _clock(setting.device)) if is_on_gpu else None
+    return KernelProbe(probed, probed, run, clock=clock)
+
+
+def _clock(device: torch.device) -> guard.Clock:
+    """Whole models keep the GPU busy, or are replayed, where one layer's launches take longest."""
+    from deepytorch_core.guard import gpu_time  # importing it takes seconds
+
+    return gpu_time.launched_ahead(device)
 
 
 @register_kernel
