@@ -45,6 +45,10 @@ class ToldRegion(Protocol):
     def is_fixed(self) -> bool:
         """Whether each size has a graph of its own."""
 
+    @property
+    def is_captured_once(self) -> bool:
+        """Whether these graphs are made from one that is captured for any size."""
+
     def note_failure(self, place: str, why: str) -> None:
         """A part could not be captured."""
 
@@ -74,8 +78,12 @@ def capturing(region: ToldRegion) -> Iterator[None]:
     config.suppress_errors, config.trace_numpy = True, False
     if not region.is_cut_by_buckets:
         config.optimize_ddp = False
-    # Each size is captured anew then, with and without gradients of its inputs.
-    fixed = {"automatic_dynamic_shapes": False, "recompile_limit": MOST_CAPTURES}
+    # Captured are sizes, strides, and with and without gradients of inputs.
+    fixed = {
+        "automatic_dynamic_shapes": region.is_captured_once,
+        "automatic_dynamic_local_pgo": False,  # not by what another run of the script has met
+        "recompile_limit": MOST_CAPTURES,
+    }
     try:
         with _own_stance(), config.patch(fixed) if region.is_fixed else contextlib.nullcontext():
             yield

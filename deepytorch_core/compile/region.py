@@ -20,31 +20,28 @@ from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import SkipFrame
 from torch._guards import TracingContext, tracing
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx import GraphModule
-from torch.nn.modules.batchnorm import _NormBase
 
 from deepytorch_core import guard
 from deepytorch_core.base.console import say_first
 from deepytorch_core.compile import (
     ahead,
+    any_size,
     border,
     cached_draws,
     collecting,
     dynamo,
     graphs,
     held_up,
-    module_state,
-    recorders,
     seam,
     signals,
     usage,
 )
 from deepytorch_core.compile.ahead import Ahead, HelperJob, at_once
 from deepytorch_core.compile.policies import EAGER, Policy, Runner
+from deepytorch_core.compile.region_forward import Forward
 from deepytorch_core.compile.regions import Region
 from deepytorch_core.compile.sizes import CapturedGraph, RegionSizes
-from deepytorch_core.compile.structure import Structure
 from deepytorch_core.compile.timeouts import Hold
 from deepytorch_core.compile.usage import Usage
 from deepytorch_core.guard import breaks
@@ -101,6 +98,7 @@ class CompiledRegion:
         self._is_on = _Question(is_on)
         self._hold = Hold(budget_s) if hold is None else hold
         self._is_dynamic: bool | None = None
+        self._is_each_captured = False
         self._num_compiling_calls = 0
         self._call = (0.0, 0)  # when the last one began, and the graphs before it
         self._graph_error: Exception | None = None
@@ -187,6 +185,11 @@ class CompiledRegion:
             self.told.num_compiles < self._num_to_load[0] or self._num_calls < self._num_to_load[1]
         )
         return self.is_prepared or is_loading or self._later is not None
+
+    @property
+    def is_captured_once(self) -> bool:
+        """Whether graphs of later sizes are made from one that is captured for any size."""
+        return self._later is not None and not self._is_each_captured
 
     def install(self) -> None:
         """Put a `Forward` before each module's own."""
@@ -278,8 +281,16 @@ class CompiledRegion:
         """Dynamo went into a function under lru_cache, called there: it takes no results of it."""
         self._cached_calls.add(place)
 
+    def capture_each(self) -> None:
+        """Capture each size anew from the next call on: none is made of another's graph."""
+        self._is_each_captured = True
+        self._compiled = self._compile()
+
     def note_failure(self, place: str, why: str) -> None:
         """A part could not be captured: torch runs it eagerly."""
+        if self.is_captured_once and self.told.num_compiles:
+            self.capture_each()  # for any size it can't be; for one it was
+            return
         text = f"{place}: {why}"
         if text not in self.told.breaks:
             self.told.breaks.append(text)
@@ -291,6 +302,13 @@ class CompiledRegion:
 
     def backend(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
         """Take a graph from Dynamo, which calls this with each one that it has captured."""
+        if self.is_captured_once and any_size.is_for_any(graph):
+            if any_size.why_not(graph) is None:
+                return any_size.GraphForAnySize(
+                    graph, _Backend(self), failed=_weakly(self._not_for_any)
+                )
+            self.capture_each()
+            return graph.forward
         self.told.num_compiles += 1
         self._hold.begin(self.region.name, len(self.region.modules))
         place = breaks.of(graph)
@@ -409,6 +427,10 @@ class CompiledRegion:
     def _failed(self, error: Exception) -> None:
         self._graph_error = error
 
+    def _not_for_any(self, error: Exception) -> None:
+        say_first(f"compile: {self.region.name}: {guard.first_line(error)}", level="debug")
+        self.capture_each()
+
     def _is_compilers(self, error: Exception) -> bool:
         """Whether `error` came out of compiled code or the compiler."""
         from torch._dynamo.exc import TorchDynamoException
@@ -502,66 +524,6 @@ class _Backend:
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Runner:
         region = self._region()
         return graph.forward if region is None else region.backend(graph, inputs)
-
-
-class Forward:
-    """Stands for a module's `forward`; the module has this and is not kept by it.
-
-    Args:
-        compiled: the module's region.
-        module: one of its modules.
-        owner: lives as long as one of the region's modules does.
-    """
-
-    def __init__(self, compiled: CompiledRegion, module: nn.Module, owner: object) -> None:
-        self._compiled, self._owner = compiled, owner
-        self._module_of = weakref.ref(module)
-        self._hooks = module_state.hooks_inside(module)
-        inside = [submodule for submodule in module.modules() if submodule is not module]
-        self._norms = [submodule for submodule in inside if isinstance(submodule, _NormBase)]
-        self._structure = Structure(module)
-        self._was_used = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._module_of()
-        self._compiled.on_call()
-        if not border.is_made_again():
-            compiled = self._compiled
-            self._was_used = compiled.is_used and compiled.is_prepared_for(module, args, kwargs)
-        if not self._was_used:
-            return module.forward(*args, **kwargs)
-        recorded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if any(self._hooks):
-            place = module_state.hooked(module)
-            if place is None and any(map(recorders.begins, module.modules())):
-                return module.forward(*args, **kwargs)  # it collects outputs of its own parts
-            if place is not None:
-                self._compiled.give_up(f"a hook was put on {place} inside after it was compiled")
-                return module.forward(*args, **kwargs)
-            if module_state.hooked(module, collected=recorders.collected()) is not None:
-                return module.forward(*args, **kwargs)
-            recorded = recorders.set_aside(self._hooks)
-        if not self._structure.is_same(module):
-            self._compiled.give_up("modules, classes or methods were changed after it was compiled")
-            return module.forward(*args, **kwargs)
-        norms = [module, *self._norms] if isinstance(module, _NormBase) else self._norms
-        with _kept_versions(norms), recorded:
-            return self._compiled.call(module, args, kwargs)
-
-
-def _kept_versions(norms: list[_NormBase]) -> contextlib.AbstractContextManager[None]:
-    """While open, running statistics are written to as eager kernels do it: unseen by autograd.
-
-    An eager pass that still waits for its backward pass has saved them, and uses none of them.
-    """
-    kept = [
-        buffer
-        for norm in norms
-        if norm.training
-        for buffer in (norm.running_mean, norm.running_var)
-        if buffer is not None
-    ]
-    return _unsafe_preserve_version_counter(tuple(kept)) if kept else contextlib.nullcontext()
 
 
 def install(

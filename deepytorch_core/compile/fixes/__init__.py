@@ -18,7 +18,7 @@ from torch import nn
 
 from deepytorch_core.base.console import say
 from deepytorch_core.compile import registry
-from deepytorch_core.compile.region import Forward
+from deepytorch_core.compile.region_forward import Forward
 
 # In the order in which they are entered.
 _FILES = (
