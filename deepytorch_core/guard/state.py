@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -145,6 +146,16 @@ def is_transformed() -> bool:
     Values can't be looked at there, and an autograd function needs a form for each transform.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_looked_at() -> bool:
+    """Whether each operation of a call is looked at, traced or transformed, but for Dynamo."""
+    return bool(
+        _len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or is_transformed()
+    )
 
 
 @contextlib.contextmanager

@@ -51,13 +51,18 @@ def why_not(targets: tuple[nn.Module, ...]) -> str | None:
 
 
 def replace(module: nn.Module, function: Function) -> Callable[[], None]:
-    """Have `function(module, x)` serve where it can; returns what puts the class's forward back.
+    """Have `function(module, x)` serve where it can; returns what puts the class's forward back."""
+    return put(module, _replacing(function))
+
+
+def put(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Put a `forward` in place of the class's; returns what puts that back.
 
     A copy of the module has a forward of its own, a pickled one its class's: a bound method is
     pickled by its name.
     """
     data_parallel.leave_alone()
-    vars(module)["forward"] = types.MethodType(_replacing(function), module)
+    vars(module)["forward"] = types.MethodType(forward, module)
 
     def undo() -> None:
         vars(module).pop("forward", None)

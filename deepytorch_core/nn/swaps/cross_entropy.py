@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 
 from deepytorch_core import guard
 from deepytorch_core.nn.cross_entropy import cross_entropy
@@ -175,10 +174,4 @@ def is_served(logits: Tensor, target: Tensor) -> bool:
 
 def _is_looked_at() -> bool:
     """Whether the call is traced, transformed, or each of its operations is looked at."""
-    return bool(
-        torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or guard.is_transformed()
-    )
+    return torch.compiler.is_compiling() or guard.is_looked_at()

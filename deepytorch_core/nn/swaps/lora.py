@@ -3,24 +3,21 @@
 PEFT's own layers count, by their class. Adapters in float32 beside weights in bfloat16 are what it
 makes by itself. There it copies each input to float32, and autocast copies it back.
 
-What is served is asked at each call: which adapter is active may change, and others may put hooks
-on the layer inside. All else takes PEFT's own way: merged, disabled or several adapters, variants
-such as DoRA, and a layer whose own weights are trained.
+Each call is asked whether it is served: another adapter may be active by then, and others may put
+hooks on the layer inside. All else takes PEFT's own way: merged, disabled or several adapters,
+variants such as DoRA, and a layer whose own weights are trained.
 """
 
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 
 from deepytorch_core import guard
-from deepytorch_core.base import data_parallel
 from deepytorch_core.nn.kernels import (
     Kernel,
     KernelPlace,
@@ -115,13 +112,7 @@ class AccumulatedLora(Kernel):
         return _forward.why_not(place.targets)
 
     def apply(self, target: nn.Module, setting: KernelSetting) -> Undo:
-        data_parallel.leave_alone()
-        vars(target)["forward"] = types.MethodType(_serve, target)
-
-        def undo() -> None:
-            vars(target).pop("forward", None)
-
-        return undo
+        return _forward.put(target, _serve)
 
 
 def _serve(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -161,7 +152,7 @@ def _is_plain(module: Any, name: str) -> bool:
         or _is_hooked(module.base_layer)
         or _is_hooked(down)
         or _is_hooked(up)
-        or _is_looked_at()
+        or (not torch.compiler.is_compiling() and guard.is_looked_at())
     )
 
 
@@ -171,7 +162,7 @@ def _is_hooked(layer: nn.Linear) -> bool:
         or layer._forward_hooks
         or layer._backward_pre_hooks
         or layer._backward_hooks
-        # Compiled code has its own look at that (`Structure`).
+        # Dynamo would make a dictionary of it. Our compiled code looks at that (`Structure`).
         or (not torch.compiler.is_compiling() and "forward" in vars(layer))
     )
 
@@ -196,13 +187,3 @@ def _computed_in(module: Any, name: str, x: Tensor) -> torch.dtype | None:
 def _fits(parameter: Any, x: Tensor) -> bool:
     is_plain = type(parameter) in _PLAIN and type(x) in _PLAIN
     return is_plain and parameter.device == x.device and parameter.is_floating_point()
-
-
-def _is_looked_at() -> bool:
-    """Whether each operation of the call is looked at, or transformed."""
-    return not torch.compiler.is_compiling() and bool(
-        _len_torch_dispatch_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or guard.is_transformed()
-    )
