@@ -62,7 +62,7 @@ class Seam:
         region: stands for the module's `forward`, inside of its hooks.
         replay: stands for that in turn.
         around: gets the call itself, to be made with other arguments or given another output.
-        parts: what an adapter has found below the module, and `num_parts` how often.
+        parts: what an adapter has found below the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,7 +72,6 @@ class Seam:
         self.replay: _Call | None = None
         self.around: Callable[[_Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.parts: object = None
-        self.num_parts = 0
         self.is_continued = False
         """Whether the next call is part of the pass before, so that the watcher isn't told."""
 

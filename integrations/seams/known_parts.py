@@ -8,7 +8,9 @@ as long as none was put in, taken out or replaced. What is returned or changed i
 
 from __future__ import annotations
 
+import collections
 import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +29,10 @@ _OPTION = "DEEPYTORCH_COMPILE=off"
 # A model that changes more often is gone through as stock does it.
 _MOST_CHANGES = 8
 _MODELS = "transformers.modeling_utils"
+_MEMBERS = operator.itemgetter("_modules", "_parameters")
+# The model that deepytorch has taken, by those in it.
+_outer_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+_outer_of = weakref.WeakKeyDictionary()
 _WALKS = (
     "parameters",
     "named_parameters",
@@ -124,6 +130,7 @@ class _Parts:
 
     Attributes:
         parameters: each once, in torch's order.
+        models: transformers' among the modules below, such as the one that peft has in its own.
         are_set_plainly: whether a module's mode is no more than its attribute.
         sizes: elements of the parameters, when they were counted.
         counted: what was counted, by whether embeddings were left out.
@@ -132,10 +139,12 @@ class _Parts:
     def __init__(self, model: nn.Module) -> None:
         self._model_of = weakref.ref(model)  # which has this
         modules = list(model.modules())
-        # Kept, so that no address is another's.
-        self._below = modules[1:]
-        self._attributes = list(map(vars, self._below))
-        self._held = self._held_now()
+        self._attributes = list(map(vars, modules[1:]))
+        self._dicts = self._dicts_now()
+        self._lengths = list(map(len, self._dicts))
+        self._filled = list(filter(None, self._dicts))
+        self._held = list(self._held_now())
+        self.models = list(filter(_is_model, modules[1:]))
         self.parameters = list(model.parameters())
         self.are_set_plainly = all(map(_is_set_plainly, modules))
         self.sizes: list[int] = []
@@ -144,18 +153,49 @@ class _Parts:
     def _all_attributes(self) -> list[dict[str, Any]]:
         return [vars(self._model_of()), *self._attributes]
 
-    def _held_now(self) -> list[int]:
-        kinds = ("_modules", "_parameters")
-        dicts = [own[kind] for own in self._all_attributes() for kind in kinds]
-        return list(map(id, itertools.chain(dicts, *map(dict.values, dicts))))
+    def _dicts_now(self) -> list[dict[str, Any]]:
+        return list(itertools.chain.from_iterable(map(_MEMBERS, self._all_attributes())))
+
+    def _held_now(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self._filled))
 
     def is_current(self) -> bool:
         """Whether nothing was put in, taken out or replaced."""
-        return self._held == self._held_now()
+        dicts = self._dicts_now()
+        return (
+            all(map(operator.is_, dicts, self._dicts))
+            and list(map(len, dicts)) == self._lengths
+            and all(map(operator.is_, self._held_now(), self._held))
+        )
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether they are this model's."""
+        return self._model_of() is model
 
     def all_have(self, mode: bool) -> bool:
         """Whether all modules are in that mode."""
         return all(own.get("training") is mode for own in self._all_attributes())
+
+
+class _Kept:
+    """The parts of the models that lie in one: itself and those that it wraps."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Parts] = {}
+        self.num_changes: collections.Counter[int] = collections.Counter()
+
+    def of(self, model: Any) -> _Parts | None:
+        """Those of a model, found anew where they have changed; None where they do too often."""
+        parts = self._parts.get(id(model))
+        if parts is not None and parts.is_of(model) and parts.is_current():
+            return parts
+        if self.num_changes[id(model)] >= _MOST_CHANGES or not _is_walked_plainly(model):
+            return None
+        parts = self._parts[id(model)] = _Parts(model)
+        self.num_changes[id(model)] += 1
+        if model not in _outer_of:
+            _outer_of.update(dict.fromkeys(parts.models, weakref.ref(model)))
+        return parts
 
 
 def _is_set_plainly(module: nn.Module) -> bool:
@@ -167,19 +207,25 @@ def _is_set_plainly(module: nn.Module) -> bool:
 
 
 def _of(model: Any) -> _Parts | None:
-    """The parts of a model that deepytorch has taken, as they are now; None: go through it."""
+    """The parts of a model, as they are now; None: go through it.
+
+    deepytorch has taken the model, or one that it is part of.
+    """
     seam: Any = sys.modules.get("deepytorch_core.compile.seam")  # importing it takes seconds
-    found = seam.of(model) if seam is not None else None
-    if found is None or torch.compiler.is_compiling() or config.current().compile == "off":
+    if seam is None or torch.compiler.is_compiling() or config.current().compile == "off":
         return None
-    parts: Any = found.parts
-    if isinstance(parts, _Parts) and parts.is_current():
-        return parts
-    if found.num_parts >= _MOST_CHANGES or not _is_walked_plainly(model):
+    outer = _outer_of.get(model)
+    found = seam.of(model) or (outer and (outer := outer()) and seam.of(outer))
+    if not found:
         return None
-    made = found.parts = _Parts(model)
-    found.num_parts += 1
-    return made
+    if found.parts is None:
+        found.parts = _Kept()
+    return found.parts.of(model)
+
+
+def _is_model(module: nn.Module) -> bool:
+    models = sys.modules.get(_MODELS)
+    return models is not None and isinstance(module, models.PreTrainedModel)
 
 
 def _is_walked_plainly(model: nn.Module) -> bool:

@@ -197,6 +197,37 @@ def test_a_copy_has_parts_of_its_own() -> None:
     assert figures(model) == figures(made(taken=False))
 
 
+class Outer(nn.Module):
+    """Wraps a model, as peft does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleDict({"model": model})
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_a_model_that_another_wraps_is_known_with_that_one(
+    change: Callable[[Any], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(taken=False)
+    outer = Outer(model)
+    assert seam.opened(outer) is not None
+    assert figures(model) == figures(made(taken=False))
+    outer.zero_grad()
+    assert figures(model) == figures(made(taken=False))
+    assert seam.of(model) is None
+    if change is not None:
+        other = made(taken=False)
+        for each in (model, other):
+            change(each)
+        assert figures(model) == figures(other)
+        return
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "children", None)
+        assert model.train() is model
+        assert model.num_parameters(exclude_embeddings=True)
+
+
 def test_what_changes_again_and_again_is_gone_through_as_before() -> None:
     model = used(made())
     for number in range(2 * known_parts._MOST_CHANGES):
@@ -204,4 +235,5 @@ def test_what_changes_again_and_again_is_gone_through_as_before() -> None:
         assert model.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
     found = seam.of(model)
     assert found is not None
-    assert found.num_parts == known_parts._MOST_CHANGES
+    parts: Any = found.parts
+    assert set(parts.num_changes.values()) == {known_parts._MOST_CHANGES}
