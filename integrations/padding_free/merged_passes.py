@@ -45,6 +45,7 @@ _PATIENT_HOOKS = "deepspeed.runtime.zero.stage_1_and_2"
 _MOST_STAGE = 1
 # Steps that are watched before passes are shared.
 WATCHED_STEPS = 2
+_NONE = StepTokens(0, 0, 0)
 _PLAIN = (type(None), bool, int, float, str)
 
 _Batch = Mapping[str, Any]
@@ -210,7 +211,7 @@ class MergedPasses:
         self._is_strange = False  # whether the step under way has had another call
         self.is_over = False
         """Whether it is known that passes can't be shared, or that it doesn't pay."""
-        self._num_tokens = self._most_tokens = 0  # of the step's micro-batches, and of its largest
+        self._tokens = _NONE  # of the step under way
         self._name = type(model).__name__
         found = seam.opened(model.base_model)
         assert found is not None
@@ -221,8 +222,8 @@ class MergedPasses:
         was_alike = not self._is_strange and self._next == len(self._coming)
         self._num_alike = self._num_alike + 1 if was_alike and self._coming else 0
         if not self.is_over and self._num_alike >= WATCHED_STEPS:
-            self._weigh(StepTokens(self._num_tokens, self._most_tokens) if was_alike else None)
-        self._num_tokens = self._most_tokens = 0
+            self._weigh(self._tokens if was_alike else None)
+        self._tokens = _NONE
         self._abandon()
         self._coming, self._next = list(batches), 0
         self._versions = [_versions(batch) for batch in self._coming]
@@ -262,8 +263,7 @@ class MergedPasses:
             self._abandon()
             return None
         self._next += 1
-        self._num_tokens += packing.num_tokens
-        self._most_tokens = max(self._most_tokens, packing.num_tokens)
+        self._count(packing.num_tokens, packing.num_tokens)
         if self.is_over or self._num_alike < WATCHED_STEPS:
             return None
         if self._group is None or number >= self._group.end:
@@ -273,8 +273,17 @@ class MergedPasses:
             return None
         self._is_due = True
         self.num_tokens = group.num_tokens
+        self._count(0, group.num_tokens)
         group.enter(number, forward.pack(call, packing, is_filled=False))
         return group.row
+
+    def _count(self, num_tokens: int, of_pass: int) -> None:
+        tokens = self._tokens
+        self._tokens = StepTokens(
+            tokens.num_tokens + num_tokens,
+            max(tokens.most_tokens, num_tokens),
+            max(tokens.most_of_pass, of_pass),
+        )
 
     def _is_expected(self, call: Mapping[str, Any], number: int) -> bool:
         batch = self._coming[number]

@@ -30,10 +30,11 @@ _LOSS = 1.03
 
 
 class StepTokens(NamedTuple):
-    """An optimizer step's tokens, and those of its largest micro-batch."""
+    """An optimizer step's tokens, and those of its largest micro-batch and of its largest pass."""
 
     num_tokens: int
     most_tokens: int
+    most_of_pass: int
 
 
 class Fixed:
@@ -78,8 +79,12 @@ class Measured(Fixed):
         self._device = device
         self._key = key
         is_asked_anew = config.current().tune == "force"
-        self._is_known = not is_asked_anew and guard.profile.find(key) is not None
-        self._most_tokens = 0
+        known = None if is_asked_anew else guard.profile.find(key)
+        self._is_known = known is not None
+        # What a token of a pass takes of the GPU's memory, as far as shared passes have shown it.
+        self._token_bytes: float | None = (known or {}).get("token_bytes")
+        self._limit = MOST_TOKENS
+        self._most_tokens = self._most_of_pass = 0
         self._apart: list[float] = []
         self._merged: list[float] = []
         self._num_untimed = UNTIMED_STEPS
@@ -102,6 +107,7 @@ class Measured(Fixed):
         if step is None or step.num_tokens == 0:
             return
         self._most_tokens = max(self._most_tokens, step.most_tokens)
+        self._most_of_pass = max(self._most_of_pass, step.most_of_pass)
         if self._is_known:
             self._share()
             self.times_ms = {} if self.problem is None else None
@@ -116,26 +122,45 @@ class Measured(Fixed):
                 self._share()
         elif self._num_untimed:
             self._num_untimed -= 1
+            if self._num_untimed == 0:
+                self._share_more()
         else:
             self._merged.append(seconds)
             if len(self._merged) >= TIMED_STEPS:
                 self._judge(is_last=len(self._merged) == MOST_TIMED_STEPS)
 
     def _share(self) -> None:
-        free = self._free_tokens()
-        self.tokens = min(MOST_TOKENS, free)
+        """Begin with what the largest micro-batch took; rows were padded then, or are yet."""
+        token_bytes = self._token_bytes or self._taken_bytes() / self._most_tokens
+        free = self._free_tokens(token_bytes)
+        self.tokens = min(self._limit, free)
         if self.tokens < 2 * self._most_tokens:
             why = "memory is lacking for a pass of several" if free == self.tokens else None
             self.tokens = 0
             self.problem = why or f"each has up to {self._most_tokens} tokens, which fill a GPU"
 
-    def _free_tokens(self) -> int:
-        """For how many tokens there is memory, by what the largest micro-batch took at most."""
-        free, _ = torch.cuda.mem_get_info(self._device)
+    def _share_more(self) -> None:
+        """Go on with what shared passes took."""
+        if self._most_of_pass > self._most_tokens:
+            self._token_bytes = self._taken_bytes() / self._most_of_pass
+            self.tokens = max(self.tokens, min(self._limit, self._free_tokens(self._token_bytes)))
+
+    def lacked(self, tokens: int) -> None:
+        """There was no memory for a pass of so many."""
+        super().lacked(tokens)
+        self._limit = self.tokens
+
+    def _taken_bytes(self) -> int:
+        """Bytes that the largest pass took at most."""
         there = torch.cuda.memory_allocated(self._device)
-        pass_bytes = torch.cuda.max_memory_allocated(self._device) - there
-        room = free + torch.cuda.memory_reserved(self._device) - there
-        return int(_SHARE_OF_MEMORY * room * self._most_tokens / max(1, pass_bytes))
+        return max(1, torch.cuda.max_memory_allocated(self._device) - there)
+
+    def _free_tokens(self, token_bytes: float) -> int:
+        """For how many tokens of a pass there is memory."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        room = free + reserved - torch.cuda.memory_allocated(self._device)
+        return int(_SHARE_OF_MEMORY * room / token_bytes)
 
     def _judge(self, *, is_last: bool) -> None:
         """Shared passes stay once some steps in a row are no slower, and go if none ever were."""
@@ -147,9 +172,8 @@ class Measured(Fixed):
         if is_slower:
             self.tokens, self.problem = 0, "passes of their own are faster"
         elif config.local_rank() == 0:
-            guard.profile.keep(
-                self._key, {"chosen": "merged", "reason": "faster", "times_ms": self.times_ms}
-            )
+            found = {"chosen": "merged", "reason": "faster", "times_ms": self.times_ms}
+            guard.profile.keep(self._key, {**found, "token_bytes": self._token_bytes})
 
 
 def measured(model: torch.nn.Module, device: torch.device) -> Measured:

@@ -38,7 +38,8 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: GIB + pass_bytes)
+        self.taken = pass_bytes
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: GIB + self.taken)
 
     def train(
         self,
@@ -48,11 +49,14 @@ class Machine:
         merged_us: float,
         preparing_us: float = 0.0,
         num_preparing: int = 0,
+        shared_bytes: int = 0,
     ) -> list[int]:
         """Take steps of four micro-batches of 900 to 1,000 tokens; returns budgets.
 
-        The first `num_preparing` shared passes take `preparing_us` more for each token.
+        The first `num_preparing` shared passes take `preparing_us` more for each token. A shared
+        pass takes `shared_bytes`, or what four of one micro-batch do.
         """
+        shared_bytes = shared_bytes or 4 * self.taken
         found, step = [], None
         for _ in range(50):
             budget.note(step)
@@ -60,7 +64,9 @@ class Machine:
             is_preparing = budget.tokens > 0 and len(found) - found.count(0) <= num_preparing
             token_us = merged_us + preparing_us * is_preparing if budget.tokens else apart_us
             self.now += 3_800 * token_us / 1e6
-            step = StepTokens(3_800, 1_000)
+            is_shared = budget.tokens >= 3_800
+            self.taken = max(self.taken, shared_bytes * is_shared)
+            step = StepTokens(3_800, 1_000, 3_800 if is_shared else 1_000)
         return found
 
 
@@ -142,6 +148,30 @@ def test_memory_bounds_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[-1] == 6_000
 
 
+def test_passes_grow_once_they_show_what_a_token_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, free=10 * GIB, pass_bytes=GIB)
+    found = machine.train(measured(), apart_us=20, merged_us=12, shared_bytes=2 * GIB)
+    most = 10 * 3_800 * 6 // 20  # 0.6 of the memory
+    assert found == [0] * 4 + [6_000] * 3 + [most] * 43
+    # The next run knows it, and goes by the memory that is free then.
+    machine = Machine(monkeypatch, free=8 * GIB, pass_bytes=2 * GIB)
+    found = machine.train(measured(), apart_us=20, merged_us=12)
+    assert found == [0] + [most * 8 // 10] * 49
+
+
+def test_passes_do_not_grow_beyond_what_memory_was_lacking_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, free=10 * GIB, pass_bytes=GIB)
+    budget = measured()
+    machine.train(budget, apart_us=20, merged_us=12, shared_bytes=2 * GIB)
+    budget.lacked(4_000)
+    assert budget.tokens == 2_000
+    budget = measured()
+    budget.lacked(4_000)
+    assert max(machine.train(budget, apart_us=20, merged_us=12)) <= 2_000
+
+
 @pytest.mark.parametrize(
     ("free", "most", "why"),
     [(2 * GIB, 1_000, "memory is lacking"), (500 * GIB, 9_000, "9000 tokens, which fill a GPU")],
@@ -152,7 +182,7 @@ def test_passes_stay_apart_where_several_do_not_fit(
     Machine(monkeypatch, free=free, pass_bytes=GIB)
     budget = measured()
     for _ in range(8):
-        budget.note(StepTokens(4 * most, most))
+        budget.note(StepTokens(4 * most, most, most))
     assert budget.tokens == 0
     assert why in str(budget.problem)
 
@@ -168,6 +198,6 @@ def test_steps_that_tell_nothing_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_budget_is_halved_where_memory_was_lacking() -> None:
     budget = Fixed(8_192)
-    budget.note(StepTokens(1, 1))
+    budget.note(StepTokens(1, 1, 1))
     budget.lacked(6_000)
     assert budget.tokens == 3_000
