@@ -228,14 +228,17 @@ class CompiledRegion:
         """Whether a call with these takes no compiler's time."""
         if self._later is None:
             return True
-        if self.is_prepared:
-            return self._sizes.are_known(args, kwargs, again=0)
         if module is self.region.modules[0]:
             # As a pass begins: what checkpointing makes again has to go the way it went.
             self._at_once |= self._sizes.take_over()
-            has_all = self._later.has_all(self.region.name)
+            has_some = self._sizes.have_awaited
+            if self.is_prepared:
+                has_some = self._sizes.have(args, kwargs)
             # Its graphs would run as they were captured, which takes longer than the module's code.
-            self._is_eager_meanwhile = self._sizes.have_awaited and has_all
+            self._is_eager_meanwhile = has_some and self._later.has_all(self.region.name)
+        if self.is_prepared:
+            is_sent = self._is_eager_meanwhile
+            return not is_sent and self._sizes.are_known(args, kwargs, again=0)
         is_known = self._sizes.are_known(args, kwargs, again=self._least_calls)
         is_awaited = is_known and self._sizes.are_awaited(args, kwargs)
         self.num_unready += is_awaited or not is_known

@@ -66,6 +66,10 @@ class RegionSizes:
         self._known.add(size)
         return True
 
+    def have(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these has a graph."""
+        return _size_of(args, kwargs) in self._known
+
     def await_code(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: Sequence[CapturedGraph]
     ) -> None:

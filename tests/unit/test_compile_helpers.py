@@ -144,6 +144,37 @@ def test_helpers_are_given_graphs_of_fixed_sizes_and_strides_and_those_are_captu
     assert any(not isinstance(value, torch.Tensor) for value in Seeing.seen)  # now sizes may change
 
 
+def test_a_size_that_helpers_have_runs_eagerly_until_its_code_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modules = tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+    region = CompiledRegion(Region("0", modules), [Seeing()], budget_s=100.0, is_on=lambda _: True)
+    region.install()
+    helpers: Any = Keeping()
+    region.prepare(helpers)
+    region.send_later(helpers)
+    called: list[nn.Module] = []
+    call = region.call
+    monkeypatch.setattr(
+        region, "call", lambda module, *rest: called.append(module) or call(module, *rest)
+    )
+
+    def step(length: int) -> int:
+        called.clear()
+        x = torch.randn(length, 4)
+        for module in modules:
+            x = module(x)
+        x.sum().backward()
+        return len(called)
+
+    assert [step(3), step(3), step(5), step(3)] == [3, 3, 3, 3]
+    monkeypatch.setattr(helpers, "has_all", lambda part: True)
+    assert [step(3), step(5), step(2), step(2)] == [0, 0, 3, 0]
+    region.restart()
+    assert [step(3), step(7)] == [3, 0]
+    assert region.told.chosen == {"seeing": 2}
+
+
 @pytest.mark.parametrize(
     ("are_few", "expected"), [(False, [0, 0, 2, 4, 4]), (True, [2, 4, 4, 4, 4])]
 )
