@@ -214,13 +214,14 @@ def _of(model: Any) -> _Parts | None:
     seam: Any = sys.modules.get("deepytorch_core.compile.seam")  # importing it takes seconds
     if seam is None or torch.compiler.is_compiling() or config.current().compile == "off":
         return None
-    outer = _outer_of.get(model)
-    found = seam.of(model) or (outer and (outer := outer()) and seam.of(outer))
-    if not found:
+    reference = _outer_of.get(model)
+    outer = None if reference is None else reference()
+    found = seam.of(model) or (None if outer is None else seam.of(outer))
+    if found is None:
         return None
-    if found.parts is None:
-        found.parts = _Kept()
-    return found.parts.of(model)
+    kept: _Kept = found.parts or _Kept()
+    found.parts = kept
+    return kept.of(model)
 
 
 def _is_model(module: nn.Module) -> bool:
