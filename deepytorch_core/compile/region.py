@@ -231,6 +231,8 @@ class CompiledRegion:
         if module is self.region.modules[0]:
             # As a pass begins: what checkpointing makes again has to go the way it went.
             self._at_once |= self._sizes.take_over()
+            for why in self._sizes.lost():
+                self._say_of_graph(why)
             has_some = self._sizes.have_awaited
             if self.is_prepared:
                 has_some = self._sizes.have(args, kwargs)
@@ -462,9 +464,11 @@ class CompiledRegion:
         if set(self.told.chosen) == {EAGER}:
             self.give_up(causes)
         elif fresh:
-            say_first(
-                f"compile: a graph of {self.region.name} runs eagerly: {causes}", level="warning"
-            )
+            self._say_of_graph(causes)
+
+    def _say_of_graph(self, why: str) -> None:
+        text = f"compile: a graph of {self.region.name} runs eagerly: {why}"
+        say_first(text, level="warning")
 
     def _after_compile(self, seconds: float) -> None:
         self.told.compile_s += seconds

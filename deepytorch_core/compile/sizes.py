@@ -100,10 +100,15 @@ class RegionSizes:
         for size in done:
             for graph in self._awaited.pop(size):
                 graph.is_ready = True
-        for graph in itertools.chain(*self._awaited.values()):
-            if graph.job.problem:
-                graph.inputs = ()  # nobody will compile it
         return bool(done)
+
+    def lost(self) -> list[str]:
+        """Why nobody will compile some graphs, each told once; their inputs are let go of."""
+        graphs = list(itertools.chain(*self._awaited.values()))
+        lost = [graph for graph in graphs if graph.job.problem and len(graph.inputs)]
+        for graph in lost:
+            graph.inputs = ()
+        return [graph.job.problem for graph in lost]
 
 
 def _size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -196,6 +196,33 @@ def test_a_later_size_is_captured_when_it_comes_again_or_at_once_where_sizes_are
     assert captured == expected
 
 
+def test_a_size_that_no_helper_can_compile_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    region = CompiledRegion(
+        Region("0", (module,)), [Seeing()], budget_s=100.0, is_on=lambda _: True
+    )
+    region.install()
+    helpers: Any = Keeping()
+    jobs: list[Any] = []
+    monkeypatch.setattr(helpers, "submit", lambda graph, part, job: jobs.append(job))
+    region.send_later(helpers, are_few=True)
+    said: list[str] = []
+    monkeypatch.setattr(
+        "deepytorch_core.compile.region.say_first", lambda text, **_: said.append(text)
+    )
+    module(torch.randn(3, 4))
+    (job,) = jobs
+    assert not said
+    job.end("RuntimeError: there is no such kernel")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(module(x), torch.relu(module[0](x)))
+    assert said == ["compile: a graph of 0 runs eagerly: RuntimeError: there is no such kernel"]
+    assert region.failure is None
+
+
 def test_what_is_known_from_the_profile_is_captured_in_the_same_graphs() -> None:
     modules = tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
     region = CompiledRegion(Region("0", modules), [Seeing()], budget_s=100.0, is_on=lambda _: True)
