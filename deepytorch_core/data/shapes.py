@@ -9,6 +9,8 @@ sequences of their own and are trained on nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _MULTIPLE = 64  # tokens; matrix units like it, and it costs next to nothing
@@ -25,6 +27,28 @@ class Shape(NamedTuple):
     max_length: int
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What batches were like that sizes were chosen by.
+
+    Attributes:
+        num_tokens: of each of the first ones.
+        num_sequences: the most of one.
+        longest: tokens of the longest sequence.
+        longest_row: tokens of the longest that came packed; 0: none did.
+    """
+
+    num_tokens: tuple[int, ...]
+    num_sequences: int
+    longest: int
+    longest_row: int
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a batch of so many tokens may be one of them."""
+        least, most = min(self.num_tokens), max(self.num_tokens)
+        return least <= _HEADROOM * num_tokens and num_tokens <= _HEADROOM * most
+
+
 class Shapes:
     """Chooses the shape of each packed batch.
 
@@ -36,7 +60,8 @@ class Shapes:
 
     With a limit the first 12 batches take the largest shape, which holds as many of the longest
     sequences as the first batch has rows. Then sizes are in equal ratios, from the smallest of
-    these batches to beyond the largest. Other batches have sizes that go on by that ratio.
+    these batches to beyond the largest. Other batches have sizes that go on by that ratio. `resume`
+    takes the batches of an earlier run for the first ones.
     """
 
     def __init__(self, limit: int | None = None, *, max_length: int | None = None) -> None:
@@ -54,6 +79,9 @@ class Shapes:
         self._ratio: float | None = None
         self._num_sequences = 0
         self._longest_row = 0  # of those that came packed
+        self._earlier: Seen | None = None
+        self._num_unsure = 0  # batches that may show yet that the earlier ones were others
+        self._tell: Callable[[Seen], None] | None = None
 
     def fit(
         self, num_tokens: int, num_sequences: int, longest: int, *, is_row: bool = False
@@ -71,6 +99,7 @@ class Shapes:
                 ever other numbers of sequences, so powers of two stand for these.
         """
         limit = self.limit
+        self._compare(num_tokens)
         self._longest = max(self._longest, longest)
         if is_row:
             self._longest_row = max(self._longest_row, num_tokens)
@@ -88,6 +117,8 @@ class Shapes:
             return self._shape(largest)
         if self._ratio is None:
             self._ratio = _ratio(self._watched, limit)
+            if self._tell is not None and self._earlier is None:
+                self._tell(self._seen())
         least = min(self._watched)
         steps = max(0, math.ceil(math.log(num_tokens / least, self._ratio)))
         size = _rounded(least * self._ratio**steps)
@@ -100,6 +131,33 @@ class Shapes:
         """
         self.limit = limit
         self._waits = True
+
+    def resume(self, earlier: Seen | None, tell: Callable[[Seen], None]) -> None:
+        """Go by batches of an earlier run, unless one of the first batches is unlike them.
+
+        So an earlier run's code and graphs are for the same sizes. To be called before any batch
+        was seen that is to be filled up. `tell` gets this run's batches, where sizes go by these.
+        """
+        self._tell = tell
+        if earlier is not None and self._ratio is None:
+            self._earlier, self._num_unsure = earlier, _NUM_WATCHED
+            self._watched = list(earlier.num_tokens)
+            self._num_sequences = max(self._num_sequences, earlier.num_sequences)
+            self._longest = max(self._longest, earlier.longest)
+            self._longest_row = max(self._longest_row, earlier.longest_row)
+
+    def _compare(self, num_tokens: int) -> None:
+        """Forget the earlier run's batches where this run has others."""
+        if self._num_unsure == 0:
+            return
+        self._num_unsure -= 1
+        if self._earlier is not None and not self._earlier.holds(num_tokens):
+            self._earlier, self._num_unsure, self._ratio = None, 0, None
+            self._watched, self._num_sequences = [], 0
+            self._longest = self._longest_row = 0
+
+    def _seen(self) -> Seen:
+        return Seen(tuple(self._watched), self._num_sequences, self._longest, self._longest_row)
 
     def _shape(self, num_tokens: int) -> Shape:
         # Attention is launched for the longest sequence, so the filling is none that is longer.

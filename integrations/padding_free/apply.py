@@ -241,9 +241,17 @@ class _Sizes:
         self._forward = weakref.ref(forward)
         self._shapes = forward.shapes, forward.joint_shapes
         self._users: set[str] = set()
+        self._is_resumed = False
 
     def use_few(self, is_on: bool, by: str) -> None:
         were_few = bool(self._users)
+        forward = self._forward()
+        if forward is not None and not self._is_resumed:
+            from . import known_sizes
+
+            self._is_resumed = True
+            known_sizes.resume(forward.model, forward.shapes, of="batches")
+            known_sizes.resume(forward.model, forward.joint_shapes, of="shared passes")
         (self._users.add if is_on else self._users.discard)(by)
         if bool(self._users) != were_few:
             for shapes in self._shapes:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from deepytorch_core.data import PaddingFreeCollator, Shapes, plan
+from deepytorch_core.data.shapes import Seen
 
 DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16]
 
@@ -200,6 +201,47 @@ def test_padding_free_shapes_that_are_few_from_now_on_are_chosen_after_twelve_ba
     assert [shape.num_tokens for shape in found[:11]] == [100 + step for step in range(11)]
     assert found[12].num_tokens % 64 == 0
     assert shapes.are_few
+
+
+def totals(number: int, least: int, most: int, *, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(least, most, (number,), generator=generator).tolist()
+
+
+def fitted(shapes: Shapes, batches: list[int]) -> list[Any]:
+    return [shapes.fit(tokens, 1 + tokens % 8, 200 + tokens % 90) for tokens in batches]
+
+
+def test_padding_free_shapes_of_another_run_are_those_of_the_first() -> None:
+    told: list[Seen] = []
+    shapes = Shapes()
+    shapes.resume(None, told.append)
+    shapes.use_few(12)
+    fitted(shapes, totals(40, 1_000, 2_000, seed=0))
+    (seen,) = told
+    later = totals(60, 1_000, 2_000, seed=1)
+    expected = fitted(shapes, later)
+    again = Shapes()
+    again.resume(seen, told.append)
+    fitted(again, later[:5])
+    again.use_few(12)
+    assert fitted(again, later) == expected
+    assert again.are_few
+    assert told == [seen], "the next run goes by the same"
+
+
+@pytest.mark.parametrize(("least", "most"), [(100, 200), (6_000, 9_000)])
+def test_padding_free_shapes_of_another_run_are_forgotten_where_batches_are_others(
+    least: int, most: int
+) -> None:
+    told: list[Seen] = []
+    shapes, fresh = Shapes(), Shapes()
+    shapes.resume(Seen(tuple(totals(12, 1_000, 2_000, seed=0)), 8, 290, 0), told.append)
+    for each in (shapes, fresh):
+        each.use_few(12)
+    batches = totals(40, least, most, seed=1)
+    assert fitted(shapes, batches) == fitted(fresh, batches)
+    assert [seen.num_tokens for seen in told] == [tuple(batches[:12])]
 
 
 def examples() -> list[dict[str, Any]]:
