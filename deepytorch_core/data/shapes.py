@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What batches were like that sizes were chosen by.
+    """The first batches of a run, by which sizes were chosen.
 
     Attributes:
         num_tokens: of each of the first ones.

@@ -81,7 +81,7 @@ class Measured(Fixed):
         is_asked_anew = config.current().tune == "force"
         known = None if is_asked_anew else guard.profile.find(key)
         self._is_known = known is not None
-        # What a token of a pass takes of the GPU's memory, as far as shared passes have shown it.
+        # Memory of a token in a shared pass, in bytes; None until such passes have shown it.
         self._token_bytes: float | None = (known or {}).get("token_bytes")
         self._limit = MOST_TOKENS
         self._most_tokens = self._most_of_pass = 0
