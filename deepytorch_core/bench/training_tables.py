@@ -122,12 +122,22 @@ def _script_row(record: Record) -> list[str]:
     return [
         f"{record['repository']}: {record['script']}{small}",
         *(f"{record[f'{arm}_ms'][1]:.1f} ms" for arm in ("stock", "ours")),
-        cells.times(record),
+        f"{cells.times(record)}{_unfinished(record)}",
         claimed(record, cells.ratio(again)),
         _pair(record, "busy", "{:.0%}"),
         _pair(record, "to_steady_s", "{:.0f} s"),
         str(record["kept"]),
     ]
+
+
+def _unfinished(record: Record) -> str:
+    """Name the runs that were too short, for which a longer one may give another ratio."""
+    words = {"stock": "stock", "ours": "ours", "second": "again"}
+    unsteady = [word for arm, word in words.items() if record[f"{arm}_steady_from"] is None]
+    said = f", not steady: {', '.join(unsteady)}" if unsteady else ""
+    if any("still being tried" in remark for remark in record["remarks"]):
+        said += ", still being tried"
+    return said
 
 
 def _tokens_row(record: Record) -> list[str]:

@@ -18,6 +18,7 @@ from deepytorch.workloads import scripts
 from deepytorch.workloads.scripts import SCRIPTS, images, text
 from deepytorch.workloads.scripts.script import OUT, SIZES, Script, call
 from deepytorch_core.base import provenance
+from deepytorch_core.bench import training_tables
 from deepytorch_core.bench.job import BenchError
 from deepytorch_core.bench.record import SCRIPT_FIELDS
 from deepytorch_core.compare.result import STOCK, Sample
@@ -229,6 +230,7 @@ def test_steps_that_are_not_steady_are_told() -> None:
     assert "not steady yet (raise --seconds)" in line(record)
     assert "steady after 1.5 s, again more than the run" in line(record)
     assert "no speed-up is claimed" in summary([record])
+    assert "**1.00** (1.00-1.00), not steady: again |" in training_tables.scripts({"a": [record]})
 
 
 def test_what_a_run_was_too_short_for_is_told() -> None:
@@ -241,3 +243,4 @@ def test_what_a_run_was_too_short_for_is_told() -> None:
         "deepytorch, again: compile of Net was still being tried at the end"
     ]
     assert "still being tried (raise --seconds)" in line(record)
+    assert "**1.00** (1.00-1.00), still being tried |" in training_tables.scripts({"a": [record]})
