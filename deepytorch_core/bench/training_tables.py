@@ -132,6 +132,8 @@ def _script_row(record: Record) -> list[str]:
 
 def _unfinished(record: Record) -> str:
     """Name the runs that were too short, for which a longer one may give another ratio."""
+    if record["wrong"]:  # no ratio is claimed
+        return ""
     words = {"stock": "stock", "ours": "ours", "second": "again"}
     unsteady = [word for arm, word in words.items() if record[f"{arm}_steady_from"] is None]
     said = f", not steady: {', '.join(unsteady)}" if unsteady else ""

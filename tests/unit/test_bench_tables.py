@@ -443,6 +443,7 @@ def script_row(**changes):
         **{"speedup": 1.5, "speedup_spread": [1.4, 1.6]},
         **{"second_speedup": 1.75, "second_speedup_spread": [1.7, 1.8]},
         **{"stock_busy": 0.5, "second_busy": 0.98, "ours_to_steady_s": 41.7},
+        **{"stock_steady_from": 2, "ours_steady_from": 400, "remarks": []},
         **{"machine": {"name": "8-core EPYC, NVIDIA H200"}, "versions": {"torch": "2.11.0"}},
         **{"baseline": "stock", "commit": "abc123def"},
     }
@@ -454,7 +455,8 @@ def test_public_scripts_have_a_table():
     records = [script_row(speedup=9.0), script_row(), script_row(script="other", wrong=1)]
     text = tables.render({"scripts.jsonl": records}, kinds=["scripts"])
     name = "| karpathy/nanoGPT: nanogpt | 10.0 ms | 10.0 ms"
-    assert f"{name} | **1.50** (1.40-1.60) | 1.75x (1.70-1.80) | 50%: 98% | 42 s: ? | 3 |" in text
+    gain = "**1.50** (1.40-1.60), not steady: again | 1.75x (1.70-1.80)"
+    assert f"{name} | {gain} | 50%: 98% | 42 s: ? | 3 |" in text
     assert "other | 10.0 ms | 10.0 ms | not claimed | not claimed |" in text
     assert "9.0" not in text
     beside = [script_row(), script_row(ranks=2, size="small")]
