@@ -62,7 +62,7 @@ def attacked() -> Iterator[Sent]:
     """
     context = multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    counts = context.Array("q", 2)
+    counts = context.Array("q", 2, lock=False)  # the stranger may be ended while it counts
     stranger = context.Process(target=_attack, args=(reading, counts), daemon=True)
     stranger.start()
     over = threading.Event()
